@@ -21,8 +21,8 @@ from midstream.core.config import EngineSettings
 from midstream.core.masks import ALONE, EVERY, kept_ids
 from midstream.core.types import SamplingParams
 from midstream.engine.embedded.core import EngineCore
-from midstream.engine.embedded.sampler import Sampler, mask_of
-from midstream.engine.step import SampleRow
+from midstream.engine.embedded.sampler import Sampler
+from midstream.engine.step import SampleRow, mask_of
 from midstream_kernels import CpuSampler
 
 Array = NDArray[np.float64]

@@ -31,9 +31,11 @@ from midstream.engine.vllm.proof import write_probe
 from midstream.engine.vllm.protocol import NOT_FINITE
 from midstream.engine.vllm.worker_extension.midstream_vllm_numbers import (
     ANY_AGE,
+    IDS,
     ITSELF,
     KV,
     MARK,
+    MASK,
     NEAR,
     NEAR_GREEDY,
     NEAR_TOP_K,
@@ -236,7 +238,10 @@ class FakeRequest:
                 starts = [i for i, e in enumerate(self.kv) if i == 0 or e != self.kv[i - 1]]
                 self.telling.append([len(self.tokens), *(n for i in starts for n in (self.kv[i], i))])
                 self.untold = False
-            new.append((token_at(position, self.weights), logprob_at(position, self.weights)))
+            token = (self.sampling.get("allowed_token_ids") or (token_at(position, self.weights),))[0]
+            if MASK in self.sampling.get("extra_args", {}) and not self.fake.no_masks:
+                self.telling.append([IDS, *self._left(token)])
+            new.append((token, logprob_at(position, self.weights)))
             self.tokens.append(new[-1][0])
             self.versions.append(self.fake.version)
         return new
@@ -269,6 +274,11 @@ class FakeRequest:
             there = best if place == 0 else other
             top.append({"token_id": there, "logprob": logprob - place * GAP, "rank": place + 1})
         return {"token_id": token, "logprob": logprob, "rank": rank, "top_logprobs": top}
+
+    def _left(self, token: int) -> list[int]:
+        """For a draw: those of `_scored` that top_k leaves, or all that are allowed."""
+        best = range(VOCAB - 1, VOCAB - (self.sampling["top_k"] or VOCAB), -1)
+        return sorted({token, *(self.sampling.get("allowed_token_ids") or best)})
 
     def _near_tie(self) -> int:
         """The second token is as good as the best one where a bias makes it so."""
@@ -393,8 +403,8 @@ class FakeVllm:
         # It runs with the extension, which returns both log-probabilities. one_number: why it does not.
         self.both = False
         self.one_number = ""
-        # It says of no token that it was near another one.
-        self.no_ties = False
+        # It says of no token that it was near another one, or what was left for its draw.
+        self.no_ties = self.no_masks = False
         # Answers of a digest before the last one, whether one was asked for, and whether each load has another one.
         self.digest_pieces = 1
         self.digested = asyncio.Event()

@@ -38,11 +38,12 @@ def extension(monkeypatch: pytest.MonkeyPatch) -> Any:
     """As in vLLM's environment, where it is no part of a package."""
     monkeypatch.setitem(sys.modules, "midstream_vllm_numbers", numbers)
     monkeypatch.syspath_prepend(str(WORKER_DIR))
-    for name in ("midstream_vllm_ties", "midstream_vllm_sampler"):
+    own = ("midstream_vllm_ties", "midstream_vllm_masks", "midstream_vllm_sampler")
+    for name in own:
         monkeypatch.delitem(sys.modules, name, raising=False)
     module = importlib.import_module("midstream_vllm_sampler")
     yield module
-    for name in ("midstream_vllm_ties", "midstream_vllm_sampler"):
+    for name in own:
         del sys.modules[name]
 
 

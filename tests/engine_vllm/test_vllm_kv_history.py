@@ -616,9 +616,8 @@ def test_what_changes_while_a_step_runs_is_told_with_the_next_one(module: Any) -
     for step in (one, two):
         if step is two:
             history.scheduled(two, two)
-        output = SimpleNamespace(request_id="r", new_token_ids=[4], new_sampling_mask=None)
-        history.write([output], history.told(step), list)
-        told.append(output.new_sampling_mask)
+        output = SimpleNamespace(request_id="r", new_token_ids=[4])
+        told.append(history.tell(output, history.told(step)["r"]).tolist())
     assert told == [[1, 0, 0], [1, 7, 0, 0, 2]]
     history.scheduled(one, one)
     assert history.told(one) == {}

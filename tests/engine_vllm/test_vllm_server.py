@@ -549,8 +549,9 @@ class TestArguments:
         assert not given()
         scheduler.write_text("self.kv_holding_waiting = None")
         assert given()
-        # It knows its checks by their priority, and other machines may lack its file.
-        for args in (("--scheduling-policy", "fcfs"), ("--nnodes", "2")):
+        # It knows its checks by their priority. It runs on the first machine alone.
+        assert given("--nnodes", "2")
+        for args in (("--scheduling-policy", "fcfs"),):
             assert not given(*args)
         # Other ranks stand still when one gets a check, and a connector may let it wait.
         for args in (("-dp", "2"), ("--kv-transfer-config", "{}"), ("--kv_offloading_size=4",)):

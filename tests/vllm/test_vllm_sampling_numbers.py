@@ -24,6 +24,7 @@ from vllm_bed import PYTHON, skip_without_ranks
 from vllm_streams import random_prompt
 
 from midstream.core.config import VllmSettings
+from midstream.core.masks import kept_ids
 from midstream.core.types import GenerateRequest, SamplingParams, TokenRecord
 from midstream.engine.embedded.constraint import Constraints
 from midstream.engine.step import near_tie
@@ -139,6 +140,7 @@ def requests(name: str) -> Iterator[GenerateRequest]:
                 top_logprobs=(0, 0, 1, 5, 20)[(place + number) % 5],
                 grammar=grammar,
                 reproducible=number % 2 == 0,
+                want_masks=place % 3 != 1,
                 # vLLM preempts by it.
                 priority=place % 3,
             )
@@ -210,6 +212,8 @@ class Recomputed:
         self._passes = Recomputer(snapshots)
         # Tokens with a near tie.
         self.marked = 0
+        # Tokens that some were left for, and not all.
+        self.masked = 0
         self._constraints = Constraints.load(snapshots["base"], VOCAB_SIZE, (END,))
         encode = build_tokenizer().encode
         self._bad = [encode(word, add_special_tokens=False) for word in WORDS]
@@ -254,7 +258,21 @@ class Recomputed:
             )
             assert firm == (record.near_tie == 0), (request, at, record)
             self.marked += record.near_tie != 0
+            if request.want_masks:
+                self.masked += check_mask(record, ways, scores, rounding)
         return worst
+
+
+def check_mask(record: TokenRecord, ways: Sequence[Any], scores: Any, rounding: float) -> bool:
+    """Whether it names some tokens. Its border may lie otherwise where another pass rounds otherwise."""
+    assert record.mask is not None
+    kept = kept_ids(record.mask, record.token_id)
+    left = np.full(len(scores), kept is None)
+    left[list(kept or ())] = True
+    border = scores[left].min()
+    odd = [scores[left != (way > -np.inf)] for way in ways]
+    assert any((np.abs(those - border) <= 2 * rounding).all() for those in odd), (record, odd, border)
+    return kept is not None and len(kept) > 1
 
 
 def allowed_by(matcher: Any) -> list[int]:
@@ -310,9 +328,10 @@ def test_both_numbers_are_those_of_plain_forward_passes_over_swaps_resumes_and_p
     count = sum(len(one.records) for one in drawn)
     with capsys.disabled():
         print(
-            f"\n{family}: {count} tokens of {len(drawn)} choices, {recomputed.marked} near ties, {preempted} preemptions, "
-            f"at most {worst:.1e} off"
+            f"\n{family}: {count} tokens of {len(drawn)} choices, {recomputed.marked} near ties, {recomputed.masked} masks, "
+            f"{preempted} preemptions, at most {worst:.1e} off"
         )
     assert count >= TOKENS_MIN
     assert recomputed.marked > 0
+    assert recomputed.masked > 0
     assert worst <= TOLERANCE

@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from midstream.core.masks import ALONE, BITS, LONG, SHORT
 from midstream.core.types import SamplingParams
 
 #: Temperatures below this are greedy: dividing logits by less overflows float32.
@@ -100,3 +101,16 @@ class Sampled:
     @property
     def columns(self) -> tuple[list[Any], ...]:
         return self.tokens, self.logprobs, self.sampling_logprobs, self.top, self.near_ties, self.masks
+
+
+def mask_of(ids: np.ndarray) -> bytes:
+    """The mask of the ids that were left: ascending, at least one (core/masks.py)."""
+    if len(ids) == 1:
+        return ALONE
+    last = int(ids[-1])
+    size = SHORT if last < 1 << 16 else LONG
+    if last // 8 + 1 < size * len(ids):
+        bits = np.zeros(last + 1, dtype=np.uint8)
+        bits[ids] = 1
+        return bytes([BITS]) + np.packbits(bits, bitorder="little").tobytes()
+    return bytes([size]) + ids.astype(f"<u{size}").tobytes()

@@ -21,9 +21,17 @@ import numpy as np
 import torch
 
 from midstream.core.config import EngineSettings
-from midstream.core.masks import ALONE, BITS, EVERY, LONG, SHORT
+from midstream.core.masks import ALONE, EVERY
 from midstream.core.types import NEAR_GREEDY, NEAR_MIN_P, NEAR_TOP_K, NEAR_TOP_P, SamplingParams
-from midstream.engine.step import GREEDY_BELOW, SEED_MASK, SUM_ROUNDING, Sampled, SampleRow, near_tie
+from midstream.engine.step import (
+    GREEDY_BELOW,
+    SEED_MASK,
+    SUM_ROUNDING,
+    Sampled,
+    SampleRow,
+    mask_of,
+    near_tie,
+)
 from midstream_kernels import CpuSampler, KernelsUnavailable, RowMasks
 
 
@@ -244,19 +252,6 @@ def _masks(scores: torch.Tensor, probs: torch.Tensor, rows: Sequence[SampleRow])
         # Of logits that are not finite nothing is left. They fail their request.
         masks[i] = mask_of(one) if len(one) else None
     return masks
-
-
-def mask_of(ids: np.ndarray) -> bytes:
-    """The mask of the ids that were left: ascending, at least one (core/masks.py)."""
-    if len(ids) == 1:
-        return ALONE
-    last = int(ids[-1])
-    size = SHORT if last < 1 << 16 else LONG
-    if last // 8 + 1 < size * len(ids):
-        bits = np.zeros(last + 1, dtype=np.uint8)
-        bits[ids] = 1
-        return bytes([BITS]) + np.packbits(bits, bitorder="little").tobytes()
-    return bytes([size]) + ids.astype(f"<u{size}").tobytes()
 
 
 @dataclass(frozen=True)

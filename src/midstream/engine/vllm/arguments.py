@@ -20,7 +20,6 @@ from midstream.core.types import ENGINE_FEATURES, EngineCard
 LACKS = {
     "cached_prompt_logprobs": "it computes a prompt from its first token if its log-probabilities are asked for",
     "reproducible_sampling": "a row's numbers depend on what it is batched with, and a resumed stream draws other numbers",
-    "sampling_masks": "vLLM's own need its newer model runner, which no CPU has, and leave no raw log-probability",
     "router_weights": "vLLM does not return them",
     "session_kv": "vLLM evicts what was unused for longest, and takes no word of when a session comes back",
     "router_ties": "vLLM does not return what a router chose by",
@@ -33,7 +32,7 @@ LACKS = {
 #: Why there are no policies, unless the proof at the start says otherwise.
 NO_LORA = "vLLM runs without --enable-lora"
 #: What the proof at the start is about (sampling_proof.py), and why a server lacks it until it has passed.
-NUMBERS = ("sampling_logprobs", "near_ties", "constrained_logprobs")
+NUMBERS = ("sampling_logprobs", "near_ties", "constrained_logprobs", "sampling_masks")
 UNPROVED = dict.fromkeys(
     NUMBERS, "vLLM was not seen to return the raw and the sampling log-probability of a token"
 )
@@ -286,9 +285,9 @@ def command_line(
     if flags.get("distributed-executor-backend") != "ray" and "nnodes" not in flags:
         # Processes on other machines may not find them.
         ours[WORKER_FLAG] = WORKER
-        steps_alone = not data_parallel(args) and not any(name.startswith(CONNECTORS) for name in flags)
-        if has_known_queue(python) and by_priority(args) and steps_alone:
-            ours[SCHEDULER_FLAG] = SCHEDULER
+    steps_alone = not data_parallel(args) and not any(name.startswith(CONNECTORS) for name in flags)
+    if has_known_queue(python) and by_priority(args) and steps_alone:
+        ours[SCHEDULER_FLAG] = SCHEDULER
     if is_cpu_build(python):
         # A generator on the CPU has no offset to set, so a seeded request ends the server if its prompt is computed in pieces.
         ours["no-enable-chunked-prefill"] = None

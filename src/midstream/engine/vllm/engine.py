@@ -32,6 +32,7 @@ from midstream.engine.vllm.digest import OtherWeights, read_weights
 from midstream.engine.vllm.kv_capacity import used_by
 from midstream.engine.vllm.labels import ChoiceLabels
 from midstream.engine.vllm.life import Announced, ServerLife
+from midstream.engine.vllm.masks import fixed_mask
 from midstream.engine.vllm.proving import WeightsStanding
 from midstream.engine.vllm.requests import ChoiceStream, VllmRequest, finished, wants_both
 from midstream.engine.vllm.scoring import WrongWeights
@@ -132,12 +133,14 @@ class VllmEngine(ServerLife):
         request = run.request
         salt, clean = self._salt(run)
         numbers = self._numbers
-        both = wants_both(request, numbers.features)
+        masks = request.want_masks and fixed_mask(request, self._shape.vocab_size) is None
+        both = masks or wants_both(request, numbers.features)
         kv = self._kv_asked(request)
         size = len(request.prompt) + len(request.emitted_of(index))
         told = kv is not None and bool(kv[0])
         labels = ChoiceLabels(run.weights.epochs, size, clean=clean, told=told)
-        choice = ChoiceStream(request, index, labels, self._shape, run.put, prompt=prompt, both=both)
+        asked = {"both": both, "masks": masks}
+        choice = ChoiceStream(request, index, labels, self._shape, run.put, prompt=prompt, **asked)
         choice.salt = salt
         choice.on_tokens = self._watch.token
         choice.on_error = lambda: self._ended(run, choice, None)
@@ -150,7 +153,7 @@ class VllmEngine(ServerLife):
             stream=True,
             routes_start=size - request.want_routes if self._server.returns_routes else None,
             by_priority=self._server.by_priority,
-            both=both,
+            **asked,
             tie=numbers.tie if "near_ties" in numbers.features else 0.0,
             kv=kv,
         )

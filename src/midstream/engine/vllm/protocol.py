@@ -23,11 +23,13 @@ from midstream.core.decoding import NOT_JSON
 from midstream.core.types import NEAR_TIES, GenerateRequest, TokenRecord, TopLogprob
 from midstream.engine.step import SUM_ROUNDING
 from midstream.engine.vllm.labels import KvSpans
+from midstream.engine.vllm.masks import is_mask, read_mask
 from midstream.engine.vllm.worker_extension.midstream_vllm_numbers import (
     INFINITE,
     ITSELF,
     KV,
     MARK,
+    MASK,
     NEAR,
     RANK_BASE,
     TIE_PLACE,
@@ -73,6 +75,7 @@ class Chunk(msgspec.Struct, frozen=True):
     routes, with the last chunk: `routed_experts` (routes.py). cached: prompt tokens with reused KV.
     error: a message for the user, after which nothing useful follows. not_finite: it says that a number of the model is not.
     done: nothing follows. kv: which weights computed the KV, each time vLLM's scheduler says so: tokens before, and spans.
+    masks: of the tokens, if the request asked for them.
     """
 
     tokens: tuple[Token, ...] = ()
@@ -84,6 +87,7 @@ class Chunk(msgspec.Struct, frozen=True):
     done: bool = False
     not_finite: bool = False
     kv: tuple[tuple[int, KvSpans], ...] = ()
+    masks: tuple[bytes, ...] = ()
 
 
 # The messages of vLLM. The decoder skips members that are not listed.
@@ -123,7 +127,7 @@ class _Choice(msgspec.Struct, Generic[T], frozen=True):
     finish_reason: str | None = None
     routed_experts: str | None = None
     weight_versions: tuple[_Span, ...] | None = None
-    # midstream's scheduler has other numbers in it.
+    # midstream's scheduler puts it there, and other numbers (midstream_vllm_numbers.py).
     sampling_mask: tuple[tuple[int, ...], ...] | None = None
 
 
@@ -175,10 +179,11 @@ class ChunkReader:
     """Reads chunks from the bytes of one event stream, cut anywhere.
 
     top: `alternatives` of its request. both: the request asked for both log-probabilities. kv: and which weights compute KV.
+    masks: and for sampling masks.
     """
 
-    def __init__(self, top: int = 0, *, both: bool = False, kv: bool = False) -> None:
-        self._asked = {"both": both, "kv": kv}
+    def __init__(self, top: int = 0, *, both: bool = False, kv: bool = False, masks: bool = False) -> None:
+        self._asked = {"both": both, "kv": kv, "masks": masks}
         self._top = top
         # The parts of a line that is not complete, and their bytes.
         self._parts: list[bytes] = []
@@ -214,15 +219,17 @@ def _check_other(line: bytes) -> None:
         raise InvalidAnswer(f"a line of the stream is no event: {_excerpt(line)}")
 
 
-def read_answer(data: bytes, top: int = 0, *, both: bool = False, kv: bool = False) -> Chunk:
-    """An answer that was not streamed, with one choice. top, both, kv: as of a ChunkReader. Raises InvalidAnswer."""
-    chunk = _read(data, top, both=both, kv=kv)
+def read_answer(
+    data: bytes, top: int = 0, *, both: bool = False, kv: bool = False, masks: bool = False
+) -> Chunk:
+    """An answer that was not streamed, with one choice. The others: as of a ChunkReader. Raises InvalidAnswer."""
+    chunk = _read(data, top, both=both, kv=kv, masks=masks)
     if chunk.error is None and chunk.finish is None:
         raise InvalidAnswer("no choice of the answer has ended")
     return msgspec.structs.replace(chunk, done=True)
 
 
-def _read(data: bytes, top: int, *, both: bool, kv: bool) -> Chunk:
+def _read(data: bytes, top: int, *, both: bool, kv: bool, masks: bool) -> Chunk:
     if _NAMED in data:
         data = _NAME.sub(rb'"token_id":\1', data)
     try:
@@ -248,8 +255,20 @@ def _read(data: bytes, top: int, *, both: bool, kv: bool) -> Chunk:
     versions = choice.weight_versions
     spans = None if versions is None else tuple([(v.version, v.start, v.end) for v in versions])
     ended = (choice.finish_reason, spans, choice.routed_experts, cached)
-    told = tuple(map(_told, choice.sampling_mask)) if kv and choice.sampling_mask else ()
-    return Chunk(tokens, *ended, lost, not_finite=lost is not None, kv=told)
+    said = choice.sampling_mask or ()
+    told = tuple([_told(numbers) for numbers in said if not (masks and is_mask(numbers))]) if kv else ()
+    left = _masks(said, tokens) if masks and lost is None else ()
+    return Chunk(tokens, *ended, lost, not_finite=lost is not None, kv=told, masks=left)
+
+
+def _masks(said: tuple[tuple[int, ...], ...], tokens: tuple[Token, ...]) -> tuple[bytes, ...]:
+    try:
+        found = tuple([read_mask(numbers) for numbers in said if is_mask(numbers)])
+    except (ValueError, OverflowError) as error:
+        raise InvalidAnswer(str(error)) from error
+    if len(found) != len(tokens):
+        raise InvalidAnswer(f"{len(found)} sampling masks of {len(tokens)} tokens")
+    return found
 
 
 def _told(numbers: tuple[int, ...]) -> tuple[int, KvSpans]:
@@ -365,6 +384,7 @@ def body(
     both: bool = False,
     tie: float = 0.0,
     kv: tuple[int, int] | None = None,
+    masks: bool = False,
 ) -> bytes:
     """The request body for one choice. The request must have no `problem`.
 
@@ -374,7 +394,7 @@ def body(
     by_priority: the server goes by priority; one that does not refuses them.
     in_pause: compute it in a pause, too, if it is urgent. both: ask for both log-probabilities, as the proof has shown that the
     server gives them. tie: and for near ties, within this share of the largest logit. kv: the value of KV, for midstream's
-    scheduler.
+    scheduler. masks: ask for sampling masks, too, beside both.
     """
     emitted = request.emitted_of(choice)
     limit = request.sampling.max_tokens - len(emitted) if max_tokens is None else max_tokens
@@ -384,10 +404,9 @@ def body(
     sampling["max_tokens"] = limit
     if prompt_logprobs is not None:
         sampling["prompt_logprobs"] = prompt_logprobs
-    if both:
-        sampling["extra_args"] = {MARK: True, NEAR: (tie, SUM_ROUNDING)} if tie else {MARK: True}
-    if kv is not None:
-        sampling.setdefault("extra_args", {})[KV] = kv
+    marks = {MARK: both, NEAR: both and tie and (tie, SUM_ROUNDING), MASK: masks, KV: kv}
+    if extra := {name: value for name, value in marks.items() if value}:
+        sampling["extra_args"] = extra
     if routes_start is not None:
         sampling["routed_experts_prompt_start"] = routes_start
     fields: dict[str, Any] = {

@@ -22,6 +22,7 @@ from midstream.engine.base import AtOnce
 from midstream.engine.request_events import RequestEvents
 from midstream.engine.vllm import protocol
 from midstream.engine.vllm.labels import ChoiceLabels, Epochs, KvSpans, Spans
+from midstream.engine.vllm.masks import fixed_mask
 from midstream.engine.vllm.model import Shape
 from midstream.engine.vllm.routes import InvalidRoutes, decode_routes
 from midstream.engine.vllm.scoring import UNKNOWN_MODEL
@@ -54,8 +55,9 @@ class ChoiceStream:
         *,
         prompt: tuple[TokenRecord, ...] | None,
         both: bool = False,
+        masks: bool = False,
     ) -> None:
-        """prompt: records for its first event. both: vLLM was asked for both log-probabilities."""
+        """prompt: records for its first event. both: vLLM was asked for both log-probabilities; masks: and for masks."""
         self.prompt_size = len(request.prompt) + len(request.emitted_of(index))
         self.labels = labels
         self.over = False
@@ -76,7 +78,9 @@ class ChoiceStream:
         self._scored = prompt is not None
         self._sampling_logprob = sampling_logprob(request)
         self._constrained = request.grammar is not None and not both
-        self._reader = protocol.ChunkReader(protocol.alternatives(request), both=both, kv=labels.told)
+        self._mask = fixed_mask(request, shape.vocab_size) if request.want_masks else None
+        asked = {"both": both, "kv": labels.told, "masks": masks}
+        self._reader = protocol.ChunkReader(protocol.alternatives(request), **asked)
         self._kv_reported = not request.want_kv_snapshots
         # Tokens that wait for their routes, or for the end.
         self._held: list[TokenRecord] = []
@@ -153,7 +157,7 @@ class ChoiceStream:
             self._cached = 0 if self._scored else chunk.cached
         if chunk.tokens:
             snapshot = self.labels.take(len(chunk.tokens))
-            for token in chunk.tokens:
+            for place, token in enumerate(chunk.tokens):
                 sampling = token.sampling
                 if sampling is None:
                     sampling = token.logprob if self._sampling_logprob is None else self._sampling_logprob
@@ -165,6 +169,7 @@ class ChoiceStream:
                     top_logprobs=token.top,
                     near_tie=token.near_tie,
                     constrained=self._constrained,
+                    mask=chunk.masks[place] if chunk.masks else self._mask,
                 )
                 self._held.append(record)
             if (chunk.kv or self.labels.expects) and not self._hear(len(chunk.tokens), chunk.kv):

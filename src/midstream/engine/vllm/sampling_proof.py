@@ -1,9 +1,11 @@
-"""The proof, at every start, that a vLLM server returns the raw and the sampling log-probability of a token, and its near ties.
+"""The proof, at every start, that a vLLM server returns the raw and the sampling log-probability of a token, and what it was
+drawn from.
 
 The worker extension makes vLLM's sampler return both (worker_extension/midstream_vllm_sampler.py). Here a short prompt is
 sampled with a temperature and with top_k. The raw log-probabilities of the best tokens then say what the sampling one must be.
 And the raw numbers of a token that must match a grammar must be those of a token that need not. A bias that makes the two best
-tokens equal must give a near tie, and one that sets them apart must give none.
+tokens equal must give a near tie, and one that sets them apart must give none. The sampling mask under top_k must be the best
+tokens, and where only some tokens are allowed, these.
 
 Always holds: a server that fails is used without the feature, and the reason is on its card.
 """
@@ -18,10 +20,19 @@ from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
+from midstream.core.masks import kept_ids
 from midstream.core.types import NEAR_GREEDY, NEAR_TOP_K, GenerateRequest, SamplingParams
 from midstream.engine.step import near_tie
 from midstream.engine.vllm import protocol
-from midstream.engine.vllm.arguments import EXTENSIONS, NO_EXTENSION, NUMBERS, UNPROVED
+from midstream.engine.vllm.arguments import (
+    EXTENSIONS,
+    NO_EXTENSION,
+    NUMBERS,
+    SCHEDULER,
+    SCHEDULER_FLAG,
+    UNPROVED,
+    WORKER_DIR,
+)
 from midstream.engine.vllm.scoring import ANSWER_S_MAX
 from midstream.engine.vllm.server import VllmServer
 from midstream.engine.vllm.swap import STEP_S_MAX, Control, VllmRefused, proof_prompt
@@ -43,6 +54,10 @@ APART = 50.0
 
 class OneNumber(Exception):
     """The server reports one log-probability per token. The message says why."""
+
+
+class NoMasks(OneNumber):
+    """The server does not say what was left for a draw."""
 
 
 @dataclass(frozen=True)
@@ -72,8 +87,12 @@ async def prove_numbers(server: VllmServer, control: Control, sizes: tuple[int, 
         try:
             once = replace(free.sampling, max_tokens=1)
             check_raw(tokens, await _sample(server, replace(free, sampling=once, grammar=GRAMMAR)))
+            await _prove_masks(server, free)
+        except NoMasks as error:
+            lacks = {"sampling_masks": str(error)}
         except OneNumber as error:
-            lacks = {"constrained_logprobs": str(error)}
+            # A mask comes with both numbers, under a grammar, too.
+            lacks = dict.fromkeys(("constrained_logprobs", "sampling_masks"), str(error))
         try:
             tie = await _threshold(control)
             await _prove_ties(server, free, tokens[0], tie)
@@ -132,15 +151,59 @@ def _asking(sizes: tuple[int, int]) -> GenerateRequest:
     )
 
 
+async def _prove_masks(server: VllmServer, asking: GenerateRequest) -> None:
+    """Raises NoMasks, CallFailed."""
+    if server.scheduler != SCHEDULER:
+        raise NoMasks(
+            f"it runs without midstream's scheduler: start it with PYTHONPATH={WORKER_DIR} and "
+            f"--{SCHEDULER_FLAG} {SCHEDULER}"
+        )
+    try:
+        free = await _answer(server, asking, masks=True)
+        few = sorted(top.token_id for top in free.tokens[0].top[1::2])
+        limited = replace(asking.sampling, top_k=0, allowed_token_ids=tuple(few))
+        chosen = await _answer(server, replace(asking, sampling=limited), masks=True)
+    except OneNumber as error:
+        raise NoMasks(str(error)) from error
+    check_masks(free.tokens, free.masks)
+    for token, mask in zip(chosen.tokens, chosen.masks, strict=True):
+        _expect_mask(mask, token, few)
+
+
+def check_masks(tokens: Sequence[protocol.Token], masks: Sequence[bytes]) -> None:
+    """Raises NoMasks unless the tokens that were left are the best ones."""
+    for token, mask in zip(tokens, masks, strict=True):
+        best = sorted(token.top, key=lambda top: top.logprob, reverse=True)
+        if best[TOP_K - 1].logprob - best[TOP_K].logprob >= SAME:
+            _expect_mask(mask, token, sorted(top.token_id for top in best[:TOP_K]))
+
+
+def _expect_mask(mask: bytes, token: protocol.Token, expected: Sequence[int]) -> None:
+    try:
+        found = kept_ids(mask, token.token_id)
+    except ValueError as error:
+        raise NoMasks(f"vLLM's workers say what is no mask: {error}") from error
+    if found is None or [*found] != expected:
+        left = "all tokens" if found is None else [*found]
+        raise NoMasks(f"vLLM's workers say that {left} were left for a draw from {expected}")
+
+
 async def _sample(server: VllmServer, request: GenerateRequest, tie: float = 0.0) -> Sequence[protocol.Token]:
     """Raises OneNumber, CallFailed."""
-    salt = secrets.token_hex(16)
-    data = protocol.body(request, 0, model=server.served_name, salt=salt, stream=False, both=True, tie=tie)
+    return (await _answer(server, request, tie)).tokens
+
+
+async def _answer(
+    server: VllmServer, request: GenerateRequest, tie: float = 0.0, *, masks: bool = False
+) -> protocol.Chunk:
+    """Raises OneNumber, CallFailed."""
+    salt, name = secrets.token_hex(16), server.served_name
+    data = protocol.body(request, 0, model=name, salt=salt, stream=False, tie=tie, both=True, masks=masks)
     answer = await call(server.url, "POST", protocol.PATH, data, ANSWER_S_MAX, server.headers)
     if answer.status != 200:
         raise OneNumber(protocol.error_of(answer.status, answer.body))
     try:
-        return protocol.read_answer(answer.body, protocol.alternatives(request), both=True).tokens
+        return protocol.read_answer(answer.body, protocol.alternatives(request), both=True, masks=masks)
     except protocol.InvalidAnswer as error:
         raise OneNumber(f"vLLM's answer has no two log-probabilities: {error}") from error
 

@@ -9,6 +9,9 @@ With NEAR, too, its near ties are TIE_PLACE times what they are. Its value are t
 KV asks the scheduler for spans of KV (midstream_vllm_provenance.py), and bounds the age of cached KV. They come in the place of
 a sampling mask, as a list of numbers: how many tokens came before, then the epoch and the first position of each span.
 
+MASK asks for sampling masks, beside MARK. Then each token has one there, too: IDS and the ids that limits and filters left, or
+WORDS and 32 bits each, one for each id, lowest bit first. Spans begin with no negative number.
+
 Always holds: no true rank reaches RANK_BASE. vLLM passes ranks and ids on as they are, so nothing else in it has to know. The
 workers write this (midstream_vllm_sampler.py), and protocol.py reads it. This module imports nothing.
 """
@@ -19,6 +22,7 @@ MARK = "midstream_sampling_logprobs"
 NEAR = "midstream_near_ties"
 #: Its value: whether spans are to be told (0 or 1), and the most switches that may lie behind cached KV (-1: any number).
 KV, ANY_AGE = "midstream_kv", -1
+MASK, IDS, WORDS = "midstream_masks", -1, -2
 RANK_BASE = 1 << 40
 ITSELF = -1
 #: The bits of infinity. Those of numbers that are not finite are no smaller.

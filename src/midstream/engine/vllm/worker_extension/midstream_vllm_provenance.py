@@ -32,7 +32,7 @@ FORMS = [
     ["block_hashes", "max_cache_hit_length"],
     ["request", "blocks", "num_cached_blocks", "num_full_blocks"],
 ]
-numbers = importlib.import_module("midstream_vllm_numbers")
+numbers, masks = map(importlib.import_module, ("midstream_vllm_numbers", "midstream_vllm_masks"))
 #: Of equal blocks, so many are looked at. Each of many equal prompts that come at once leaves one.
 EQUAL_MAX = 8
 #: Policies whose switches are remembered: those whose adapters were switched last.
@@ -176,17 +176,13 @@ class KvHistory:
                     return telling
         return {}
 
-    def write(self, outputs: Iterable[Any], telling: dict[str, tuple[Any, Spans]], mask: Any) -> None:
-        """Put spans into those of the outputs that have a token. mask: makes what carries them."""
-        for output in outputs:
-            told = telling.get(output.request_id)
-            if told is None or not output.new_token_ids:
-                continue
-            request, spans = told
-            before = request.num_output_tokens - len(output.new_token_ids)
-            output.new_sampling_mask = mask([before, *(number for span in spans for number in span)])
-            if self._fresh.get(output.request_id) is told:
-                del self._fresh[output.request_id]
+    def tell(self, output: Any, told: tuple[Any, Spans]) -> np.ndarray:
+        """What is told with an output that has a token."""
+        request, spans = told
+        if self._fresh.get(output.request_id) is told:
+            del self._fresh[output.request_id]
+        before = request.num_output_tokens - len(output.new_token_ids)
+        return np.array([before, *(number for span in spans for number in span)], dtype=np.int64)
 
 
 def _asked(request: Any) -> tuple[bool, int]:
@@ -202,10 +198,10 @@ def _policy(request: Any) -> str:
 
 
 def telling(own: Any) -> Any:
-    """vLLM's scheduler class with a history; itself if it is none that this module knows."""
+    """vLLM's scheduler class with a history, and with sampling masks; itself if it is none that this module knows."""
     try:
         core = importlib.import_module(CORE).EngineCore
-        masks = importlib.import_module(LISTS).SamplingMaskLists
+        lists = importlib.import_module(LISTS).SamplingMaskLists
         group_key = importlib.import_module(KEYS).make_block_hash_with_group_id
         if "new_sampling_mask" not in importlib.import_module(OUTPUT).EngineCoreOutput.__struct_fields__:
             raise AttributeError("its outputs have no new_sampling_mask")
@@ -239,13 +235,20 @@ def telling(own: Any) -> Any:
             self.midstream_history.scheduled(output, output.num_scheduled_tokens)
         return output
 
-    def take(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+    def take(self: Any, scheduler_output: Any, answer: Any, *args: Any, **kwargs: Any) -> Any:
         history = self.midstream_history
         told = {} if history is None else history.told(scheduler_output)
-        outputs = update(self, scheduler_output, *args, **kwargs)
-        if told:
-            every = (output for of_client in outputs.values() for output in of_client.outputs)
-            history.write(every, told, lambda numbers: masks(np.array(numbers, dtype=np.int64)))
+        left = masks.of(answer)
+        outputs = update(self, scheduler_output, answer, *args, **kwargs)
+        every = (output for of_client in outputs.values() for output in of_client.outputs)
+        for output in every if told or left else ():
+            name, saying = output.request_id, []
+            if name in told and output.new_token_ids:
+                saying.append(history.tell(output, told[name]))
+            if name in left and output.new_token_ids:
+                saying.append(left[name])
+            if saying:
+                output.new_sampling_mask = masks.joined(saying, lists)
         return outputs
 
     return type("TellingScheduler", (own,), {"__init__": begin, "schedule": step, "update_from_output": take})

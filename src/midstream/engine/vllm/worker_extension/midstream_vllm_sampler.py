@@ -1,7 +1,8 @@
 """The part of the worker extension, on any device, that returns the sampling log-probability of a token beside the raw one.
 
 It stands around three methods of vLLM's model runner and sampler, and acts in steps with requests that want both numbers
-(midstream_vllm_numbers.py). Some of them want the near ties of their tokens, too (midstream_vllm_ties.py).
+(midstream_vllm_numbers.py). Some of them want the near ties of their tokens, too (midstream_vllm_ties.py), and some the tokens
+that were left for each draw (midstream_vllm_masks.py).
 
 The sampler's own log-probabilities are raw, but those of a grammar's rows are of the tokens that it allowed. So the raw logits
 of these rows are kept before vLLM forbids tokens. The sampling log-probability is taken from the logits from which vLLM drew.
@@ -12,7 +13,8 @@ Always holds: no draw is another one than without this, but for the kernel that 
 from __future__ import annotations
 
 import importlib
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,6 +24,7 @@ RUNNER, SAMPLER = "vllm.v1.worker.gpu_model_runner", "vllm.v1.sample.sampler"
 RAW, AS_DRAWN = "raw_logprobs", "processed_logits"
 numbers = importlib.import_module("midstream_vllm_numbers")
 ties = importlib.import_module("midstream_vllm_ties")
+masks = importlib.import_module("midstream_vllm_masks")
 
 
 @dataclass(frozen=True)
@@ -41,12 +44,16 @@ class TieRows:
 
 @dataclass(frozen=True)
 class Marked:
-    """The rows of a batch that want both numbers. places: all of them. greedy, filtered: those that want near ties."""
+    """The rows of a batch that want both numbers. places: all of them. greedy, filtered: those that want near ties.
+
+    masked: the place and the request of those that want masks.
+    """
 
     places: torch.Tensor | slice
     all_greedy: bool
     greedy: TieRows | None
     filtered: TieRows | None
+    masked: Mapping[int, str]
 
 
 @dataclass
@@ -55,12 +62,14 @@ class Rows:
 
     largest: [rows of the batch, 1], the largest raw logit of those that want near ties, in size.
     sampling, ties: when drawn, the sampling log-probabilities of the marked rows, and the near ties of all rows.
+    masks: by request, what was left.
     """
 
     marked: Marked
     largest: torch.Tensor
     ties: torch.Tensor
     sampling: torch.Tensor | None = None
+    masks: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of(cls, marked: Marked, logits: torch.Tensor, raw: RawRows | None) -> Rows:
@@ -99,6 +108,8 @@ class Rows:
             at = filtered.places
             kept = drawn_from[at] > -torch.inf
             self.ties[at] = ties.filter_ties(scores, kept, sampled[at], self.largest[at], filtered.limits)
+        if masked := self.marked.masked:
+            self.masks = masks.packed(drawn_from[[*masked]] > -torch.inf, [*masked.values()])
 
 
 @dataclass(frozen=True)
@@ -115,7 +126,11 @@ def hook(runner: type[Any], sampler: type[Any]) -> None:
 
     def sample_tokens_with_raw(self: Any, grammar_output: Any) -> Any:
         self.midstream_raw = None if grammar_output is None else raw_rows(self, grammar_output)
-        return sample_tokens(self, grammar_output)
+        self.midstream_masks = None
+        answer = sample_tokens(self, grammar_output)
+        if self.midstream_masks:
+            masks.put(answer, self.midstream_masks)
+        return answer
 
     def draw_both(self: Any, logits: Any, spec_decode_metadata: Any) -> Any:
         raw, self.midstream_raw = self.midstream_raw, None
@@ -128,6 +143,7 @@ def hook(runner: type[Any], sampler: type[Any]) -> None:
         finally:
             self.sampler.midstream_rows = None
         write(output, rows, raw)
+        self.midstream_masks = rows.masks
         return output
 
     def sample_and_take(self: Any, logits: Any, metadata: Any, *args: Any, **kwargs: Any) -> Any:
@@ -185,6 +201,7 @@ def _find_marked(runner: Any) -> Marked | None:
     if not params:
         return None
     near = {i: p for i, p in params.items() if numbers.NEAR in p.extra_args}
+    masked = [i for i, p in params.items() if numbers.MASK in p.extra_args and not ties.is_greedy(p)]
     # A slice copies nothing.
     every = len(params) == batch.num_reqs
     return Marked(
@@ -192,6 +209,7 @@ def _find_marked(runner: Any) -> Marked | None:
         all(ties.is_greedy(p) for p in params.values()),
         TieRows.among({i: p for i, p in near.items() if ties.is_greedy(p)}, runner.device),
         TieRows.among({i: p for i, p in near.items() if ties.is_filtered(p)}, runner.device),
+        {i: batch.req_ids[i] for i in masked},
     )
 
 
