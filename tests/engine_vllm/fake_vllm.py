@@ -421,6 +421,8 @@ class FakeVllm:
         self.in_group = False
         # Workers of it.
         self.ranks = 1
+        # Of those behind the first one.
+        self.other_seed = "7"
         # It runs with --data-parallel-size.
         self.engines = 1
         # What its workers stage: the number by which it is asked for, and the weights.
@@ -712,6 +714,8 @@ class FakeVllm:
                 digest = f"{self.loads if self.digests_loads else self.weights}"
                 found = {"kind": "kind", "digest": digest, "bytes": 4}
                 return 200, {"results": [found if self._pieces >= self.digest_pieces else None] * self.ranks}
+            case "midstream_seed":
+                return 200, {"results": ["7", *[self.other_seed] * (self.ranks - 1)]}
             case "midstream_dtype":
                 return 200, {"results": ["torch.float32"] * self.ranks}
             case "midstream_open_tee":

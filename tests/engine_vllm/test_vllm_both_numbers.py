@@ -23,6 +23,7 @@ from vllm_helpers import asking as asking_of
 from vllm_helpers import attached, begun, in_a_loop
 
 from midstream.core.types import NEAR_TIES, GenerateRequest, SamplingParams
+from midstream.engine.base import EngineDied
 from midstream.engine.vllm import protocol
 from midstream.engine.vllm.arguments import WORKER_DIR
 from midstream.engine.vllm.protocol import InvalidAnswer, read_answer
@@ -458,6 +459,21 @@ def test_a_server_without_the_proof_gives_one_number_and_its_card_says_why(tmp_p
             assert math.isnan(record.sampling_logprob)
 
     asyncio.run(main())
+
+
+def test_a_server_whose_ranks_draw_unlike_tokens_is_not_used(tmp_path: Path) -> None:
+    """Each computes the next step with what it drew, and the first one's tokens are answered."""
+
+    def set_up(fake: FakeVllm) -> None:
+        both(fake)
+        fake.ranks, fake.other_seed = 2, "0"
+
+    async def main() -> None:
+        async with attached(tmp_path, set_up=set_up):
+            raise AssertionError("it was used")
+
+    with pytest.raises(EngineDied, match="ranks have seeds 0, 7"):
+        asyncio.run(main())
 
 
 @in_a_loop

@@ -146,8 +146,8 @@ def test_every_vllm_is_given_the_worker_unless_the_user_has_one(tmp_path: Path) 
         assert environment({}, {"PYTHONPATH": "/mine"}, python)["PYTHONPATH"] == env["PYTHONPATH"]
         own = command_line(python, Path("/m"), "m", 1, 0, ["--worker-extension-cls", "a.B"])
         assert WORKER not in own
-        for spread in ("--distributed-executor-backend=ray", "--nnodes=2"):
-            assert WORKER not in command_line(python, Path("/m"), "m", 1, 0, [spread])
+        for spread in (["--distributed-executor-backend=ray"], ["--nnodes=2", "--seed=1"]):
+            assert WORKER not in command_line(python, Path("/m"), "m", 1, 0, spread)
 
 
 class Server:

@@ -550,7 +550,7 @@ class TestArguments:
         scheduler.write_text("self.kv_holding_waiting = None")
         assert given()
         # It knows its checks by their priority. It runs on the first machine alone.
-        assert given("--nnodes", "2")
+        assert given("--nnodes", "2", "--seed", "1")
         for args in (("--scheduling-policy", "fcfs"),):
             assert not given(*args)
         # Other ranks stand still when one gets a check, and a connector may let it wait.
@@ -579,6 +579,7 @@ class TestArguments:
             (("--port=80",), "--port cannot be given"),
             (("--served_model_name", "x"), "--served-model-name cannot be given"),
             (("--dtype", "float32", "--model=x"), "--model cannot be given"),
+            (("--nnodes", "2"), "--nnodes needs a --seed, the same on all machines"),
             (("--api-key", "secret"), "--api-key cannot be given: the process list would show it"),
             (("--config=x.yaml",), "--config cannot be given"),
             (("--no-enable-scale-out",), "--no-enable-scale-out cannot be given"),

@@ -37,6 +37,7 @@ ORDER = [
     "test_vllm_conformance",
     "test_vllm_openai",
     "test_vllm_hotload",
+    "test_vllm_two_machines",
     "test_vllm_kills",
 ]
 HERE = Path(__file__).parent

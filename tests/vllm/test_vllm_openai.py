@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import json
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,6 +14,7 @@ from transformers import AutoTokenizer
 from vllm_bed import BLOCK, Bed, logprobs_of
 from vllm_streams import random_prompt
 
+from midstream.core.masks import kept_ids
 from midstream.replica.text.chat import TextModel
 
 # Nats, in float32.
@@ -164,6 +167,25 @@ def test_a_forced_tool_call_with_logprobs_is_a_call_with_both_numbers(bed: Bed, 
     assert called["name"] == "paint"
     assert json.loads(called["arguments"])["to"] in ("red", "green")
     assert_raw_beside_what_was_allowed(bed, answer.json()["prompt_token_ids"], choice["logprobs"]["content"])
+
+
+def test_an_answer_has_the_tokens_that_each_draw_was_from(bed: Bed, http: httpx.Client) -> None:
+    if not bed.has_ranks:
+        pytest.skip("a version that gives tokens no rank")
+    fields = {"messages": MESSAGES, "max_tokens": 24, "top_k": 7, "temperature": 0.8, "logprobs": True}
+    plain = ask(http, "chat/completions", **fields, top_logprobs=7, return_sampling_mask=True)["choices"][0]
+    pieces = streamed(http, "chat/completions", **fields, top_logprobs=7, return_sampling_mask=True)
+    events = [event["choices"][0]["logprobs"] for event in pieces if event["choices"][0]["logprobs"]]
+    for content in (plain["logprobs"]["content"], [entry for one in events for entry in one["content"]]):
+        assert len(content) == 24
+        for entry in content:
+            kept = kept_ids(base64.b64decode(entry["sampling_mask"]), entry["token_id"])
+            best = {top["token_id"]: top["logprob"] / 0.8 for top in entry["top_logprobs"]}
+            assert kept is not None
+            assert set(kept) == best.keys()
+            total = sum(math.exp(value) for value in best.values())
+            own = best[entry["token_id"]] - math.log(total)
+            assert entry["sampling_logprob"] == pytest.approx(own, abs=TOLERANCE)
 
 
 def test_streamed_messages_and_responses_say_what_the_plain_ones_say(http: httpx.Client) -> None:

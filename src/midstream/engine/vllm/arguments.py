@@ -169,6 +169,8 @@ REFUSED = {
     "data-parallel-external-lb": _ONE,
     "data-parallel-hybrid-lb": _ONE,
 }
+#: Of the ranks of one server.
+SAME_SEED = "the same on all machines: each rank draws tokens itself"
 #: Flags that a user may give with this value only, and why.
 ONLY = {
     "api-server-count": ("1", "with several API processes it is unknown which tokens came before a switch"),
@@ -236,6 +238,9 @@ def check_arguments(args: Sequence[str]) -> None:
     if args and not _is_flag(args[0]):
         raise ConfigError(f"vllm.args: expected a flag of vLLM first, got {args[0]!r}")
     adapter_places(args)
+    given = dict(given_flags(args))
+    if "nnodes" in given and "seed" not in given:
+        raise ConfigError(f"vllm.args: --nnodes needs a --seed, {SAME_SEED}")
     for name, value in given_flags(args):
         if name in REFUSED:
             raise ConfigError(f"vllm.args: --{name} cannot be given: {REFUSED[name]}")

@@ -227,6 +227,7 @@ class ServerLife(ServerProofs):
             self._ranks = await self._control.ranks()
         if self._attached:
             await self._control.resume()
+        await self._check_seeds()
         await self._hear()
         self._no_policies = self._server.no_adapters
         self._no_crossing = UNCROSSED

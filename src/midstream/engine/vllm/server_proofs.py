@@ -15,6 +15,7 @@ from midstream.core.config import VllmSettings
 from midstream.engine.base import Engine
 from midstream.engine.vllm.adapters import Adapters, Crossing
 from midstream.engine.vllm.arguments import (
+    EXTENSIONS,
     NO_LORA,
     NOT_OURS,
     UNCROSSED,
@@ -34,7 +35,15 @@ from midstream.engine.vllm.requests import ServedWeights
 from midstream.engine.vllm.scoring import Scorer
 from midstream.engine.vllm.server import VllmServer
 from midstream.engine.vllm.staging import VllmStager
-from midstream.engine.vllm.swap import Control, NotExact, Score, VllmRefused, prove_reload, score
+from midstream.engine.vllm.swap import (
+    STEP_S_MAX,
+    Control,
+    NotExact,
+    Score,
+    VllmRefused,
+    prove_reload,
+    score,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -86,6 +95,18 @@ class ServerProofs(Engine):
         server, epochs, name = self._server, weights.epochs, weights.name
         first = {"by_priority": server.by_priority, "in_pause": in_pause}
         return Scorer(server.url, server.headers, epochs, self._shape, name, **first)
+
+    async def _check_seeds(self) -> None:
+        """Each rank draws a step's tokens itself, and computes the next step with what it drew. Raises NotExact, CallFailed."""
+        if self._server.extension not in EXTENSIONS:
+            return
+        seeds = set(await self._control.ask_workers("midstream_seed", {}, STEP_S_MAX))
+        if len(seeds) > 1:
+            # As texts, as vLLM sends them.
+            found = ", ".join(sorted(map(str, seeds)))
+            raise NotExact(
+                f"vLLM's ranks have seeds {found}, so they draw unlike tokens: start all with one --seed"
+            )
 
     async def _reload_and_compare(self) -> None:
         """Load the base weights once more, and find out whether their digest is the same then."""

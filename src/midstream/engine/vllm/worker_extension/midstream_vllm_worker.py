@@ -40,6 +40,10 @@ class Worker:
         """Of the weights, as midstream's thresholds of near ties are."""
         return str(self.model_config.dtype)
 
+    def midstream_seed(self: Any) -> str:
+        """Of the generator from which this worker draws tokens."""
+        return str(self.model_config.seed)
+
     def midstream_digest(self: Any, begin: bool, seconds: float) -> dict[str, Any] | None:
         """Read weights for about so long, from the first one if it is to begin. None: not all have been read."""
         if begin:
