@@ -221,10 +221,8 @@ def test_streams_go_on_with_the_old_weights_when_vllm_fails_to_load_new_ones(
     def fail_to_load() -> None:
         for replica in ("replica-0", "replica-1"):
             control = Control(bed.server_url(replica), "", 120.0)
-            load = partial(control.reload, bad)
-            loading: Any = switch(
-                control, load, checkpoints["full-3"], "never", lambda: switched.append("never")
-            )
+            load, back = (partial(control.reload, directory) for directory in (bad, checkpoints["full-3"]))
+            loading = switch(control, load, back, "never", lambda: switched.append("never"))
             with pytest.raises(Unchanged, match="named 'no'"):
                 asyncio.run(loading)
 
