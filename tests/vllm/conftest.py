@@ -38,6 +38,7 @@ ORDER = [
     "test_vllm_openai",
     "test_vllm_hotload",
     "test_vllm_two_machines",
+    "test_vllm_strikes",
     "test_vllm_kills",
 ]
 HERE = Path(__file__).parent

@@ -1,0 +1,22 @@
+"""A few rounds of tests/soak/vllmkills.py, in which nothing is found. Its own process ends with it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROGRAM = Path(__file__).parents[1] / "soak" / "vllmkills.py"
+
+
+@pytest.mark.variant
+def test_nothing_is_wrong_when_processes_are_killed_and_stopped_in_phases_of_a_swap(
+    vllm_python: Path,
+) -> None:
+    done = subprocess.run(
+        [sys.executable, str(PROGRAM), "--seeds", "0:8"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    assert "'rounds': 8" in done.stdout
