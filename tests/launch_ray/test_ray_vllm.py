@@ -114,7 +114,7 @@ def test_vllm_replicas_on_two_nodes_and_one_of_them_lost(
     nodes.add(lost, slots=1)
 
 
-def serve(server: RayServer, snapshot: str) -> bool:
-    """Both replicas do."""
+def serve(server: RayServer, snapshot: str, replicas: int = 2) -> bool:
+    """All replicas do."""
     rows = server.health()["replicas"]
-    return len(rows) == 2 and all(row["usable"] and row["snapshot"] == snapshot for row in rows)
+    return len(rows) == replicas and all(row["usable"] and row["snapshot"] == snapshot for row in rows)
