@@ -130,6 +130,7 @@ BLOCKS: dict[str, list[Run | Elsewhere | Shown]] = {
         SETTINGS,
         Elsewhere("vllm", "it needs vLLM"),
         Elsewhere("e2e/test_remote_replica.py", "it needs two machines"),
+        Elsewhere("vllm/test_vllm_two_machines.py", "it needs two machines"),
     ],
     "examples/art/README.md": [Elsewhere("recipes/test_art.py", "it needs the trainer"), OUTPUT],
     "examples/demo/README.md": [MAKE],
