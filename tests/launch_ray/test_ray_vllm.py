@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import threading
@@ -61,9 +62,10 @@ class Reader(threading.Thread):
     def _read(self) -> None:
         headers = {"x-session-id": self.session}
         self.said = ""
-        with httpx.stream(
-            "POST", self.url, json=self.body, headers=headers, timeout=300.0, trust_env=False
-        ) as answer:
+        # Behind an error event the connection is cut.
+        cut = contextlib.suppress(httpx.RemoteProtocolError)
+        asked: dict[str, Any] = {"json": self.body, "headers": headers, "timeout": 300.0, "trust_env": False}
+        with cut, httpx.stream("POST", self.url, **asked) as answer:
             self.replica = answer.headers.get("x-midstream-replica", "")
             for text in answer.iter_text():
                 self.said += text
