@@ -99,6 +99,7 @@ SECONDS = {
     "test_cpu_levels.py": 35,
     "test_cpu_sanitizers.py": 60,
     "test_simulation.py": 30,
+    "test_verify.py": 25,
     "client": 6,
     "demo": 25,
     "e2e": 12,
