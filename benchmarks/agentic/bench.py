@@ -38,7 +38,7 @@ from rollout_load import BLOCK, TurnFailed, session_key
 from vllm_turns import Progress, swap_points
 
 from agentic.books import Served, split, total
-from agentic.fleet import OURS, REPLICAS, WAYS, Fleet
+from agentic.fleet import OURS, REPLICAS, THROUGH_GATEWAY, WAYS, Fleet
 from agentic.load import Client, Content, Run
 from agentic.table import write_documents
 from agentic.trace import Trace, first_groups, ideal_prefill, live_tokens, read, scaled
@@ -95,7 +95,7 @@ class Bench:
         if not work.disturbed:
             found |= await self._confirmed(before, run)
             found["others"] = round(max(0.0, busy - ours) / took, 2)
-        if way != OURS:
+        if way not in THROUGH_GATEWAY:
             places = range(len(work.trace.trajectories))
             await self._fleet.close_sessions(session_key(keys, place) for place in places)
         return found
@@ -103,7 +103,7 @@ class Bench:
     async def _driven(self, way: str, port: int, work: Work, keys: str) -> Run:
         content = Content(work.trace, keys)
         progress = Progress(sum(len(one.out_lens) for one in work.trace.trajectories))
-        ended = self._fleet.close_session if way == OURS else None
+        ended = self._fleet.close_session if way in THROUGH_GATEWAY else None
         client = Client(work.trace, content, port, keys, progress, ended)
         if not work.disturbed:
             return await client.drive()
@@ -195,9 +195,9 @@ def _moves(turns: Sequence[Served]) -> int:
 
 
 async def rounds_of(
-    bench: Bench, work: Work, ways: Sequence[str], rounds: int, about: str
+    benches: dict[bool, Bench], work: Work, ways: Sequence[str], rounds: int, about: str
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """Summaries of the ways, and why others are absent: those that failed once."""
+    """Summaries of the ways, and why others are absent: those that failed once. benches: with and without the budget."""
     found: dict[str, list[RunFigures]] = {way: [] for way in ways}
     absent: dict[str, str] = {}
 
@@ -205,9 +205,9 @@ async def rounds_of(
         if way in absent:
             return None
         try:
-            return await bench.measure(way, asked, name)
+            return await benches[way == OURS].measure(way, asked, name)
         except (RouterFailed, TurnFailed) as failed:
-            if way == OURS:
+            if way in THROUGH_GATEWAY:
                 raise
             absent[way] = f"{about}: {failed}"
             say(f"{way} is left out: {failed}")
@@ -240,12 +240,15 @@ async def run(
             raise SystemExit(
                 f"--kv {share:g}: a replica holds {tokens} tokens, but a trajectory has {longest}"
             )
-        async with Fleet(place, tokens) as fleet:
-            bench = Bench(fleet, place)
-            with contextlib.closing(bench):
-                found, absent = await rounds_of(bench, Work(trace, with_swaps), ways, rounds, name)
+        async with contextlib.AsyncExitStack() as stack:
+            benches = {}
+            for has_budget in (True, False):
+                (own := place / f"budget-{has_budget}").mkdir()
+                fleet = await stack.enter_async_context(Fleet(own, tokens, has_budget=has_budget))
+                benches[has_budget] = stack.enter_context(contextlib.closing(Bench(fleet, own)))
+            found, absent = await rounds_of(benches, Work(trace, with_swaps), ways, rounds, name)
             result["absent"] |= absent
-            result["routers"] |= bench.about
+            result["routers"] |= benches[False].about
         result["parts"][name] = {"share": share, "kv_cache_tokens": tokens, "ways": found}
     return result | {"live_tokens": live, "ideal_prefill_tokens": ideal_prefill(trace)}
 

@@ -38,7 +38,9 @@ from midstream.models.tiny_moe import write_tiny_moe
 REPLICAS = 4
 CONTEXT = 8192
 CAUGHT_UP_S_MAX = 30.0
-OURS = "midstream"
+#: Ways through a gateway: with the KV budget, and without it.
+OURS, UNBUDGETED = "midstream", "midstream, kv_budget 0"
+THROUGH_GATEWAY = (OURS, UNBUDGETED)
 ROUTERS: dict[str, type[Router]] = {
     "vllm-router, hash": VllmRouter,
     "vllm-router, cache": VllmRouterByCache,
@@ -46,7 +48,7 @@ ROUTERS: dict[str, type[Router]] = {
     "smg": Smg,
     "HAProxy, hash": HAProxy,
 }
-WAYS = (OURS, *ROUTERS)
+WAYS = (*THROUGH_GATEWAY, *ROUTERS)
 # A session's key, as the client sends it twice. smg and sglang-router do not pass on both.
 PASSED = ("x-session-id", "x-smg-routing-key")
 SAMPLE = re.compile(r"^(midstream_replica_\w+)\{([^}]*)\} (\S+)$", re.MULTILINE)
@@ -59,14 +61,19 @@ PROBE_HEAD = (
 
 
 class Serving(Midstream):
-    """The server. Its replicas answer whoever has their token."""
+    """The server. Its replicas answer whoever has their token. has_budget: sessions wait for room in the KV cache."""
 
     kv_cache_tokens = 65536
+    has_budget = True
 
     def command(self) -> list[str]:
         given = super().command()
         config = Path(given[given.index("--config") + 1])
-        config.write_text(config.read_text() + f"kv_cache_tokens = {self.kv_cache_tokens}\n")
+        text = config.read_text() + f"kv_cache_tokens = {self.kv_cache_tokens}\n"
+        if not self.has_budget:
+            text = text.replace("[replica]\n", "[replica]\nkv_budget = 0\n")
+            assert "kv_budget" in text, text
+        config.write_text(text)
         given[given.index("--replicas") + 1] = str(REPLICAS)
         at = given.index("--kv-cache-memory")
         return given[:at] + given[at + 2 :]
@@ -89,14 +96,19 @@ class Serving(Midstream):
 
 
 class Fleet:
-    """A running server, and filters before its gateway and its replicas."""
+    """A running server, and filters before its gateway and its replicas.
 
-    def __init__(self, folder: Path, kv_cache_tokens: int) -> None:
+    has_budget: False: no session waits for room, and who asks the replicas themselves has no sessions there, as with engines
+    that know none.
+    """
+
+    def __init__(self, folder: Path, kv_cache_tokens: int, *, has_budget: bool) -> None:
         self._folder = folder
         model = Model("agents", folder / "m", vocabulary=256, threads=1, vllm_cores="", kv_gib=0)
         write_tiny_moe(model.directory, max_positions=CONTEXT)
         self.server = Serving(model, folder)
         self.server.kv_cache_tokens = kv_cache_tokens
+        self.server.has_budget = has_budget
         self._front: Filter | None = None
         self._filters: dict[str, Filter] = {}
 
@@ -134,7 +146,7 @@ class Fleet:
                 asked=asked,
                 answered=functools.partial(answered, replica=name),
                 headers={"x-midstream-token": TOKEN},
-                passed=PASSED,
+                passed=PASSED if self.server.has_budget else (),
             )
         for one in (self._front, *self._filters.values()):
             await one.start()
@@ -147,7 +159,7 @@ class Fleet:
     @contextlib.asynccontextmanager
     async def way(self, name: str) -> AsyncIterator[tuple[int, Router | None]]:
         """The port to send to, and the router that runs for it. Raises RouterFailed."""
-        if name == OURS:
+        if name in THROUGH_GATEWAY:
             assert self._front is not None
             yield self._front.port, None
             return

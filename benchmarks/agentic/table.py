@@ -95,7 +95,10 @@ def _notes(result: dict[str, Any]) -> str:
     lines = [f"- {name} is absent: {why.splitlines()[0]}." for name, why in result["absent"].items()]
     parts = result["parts"]
     for name, part in parts.items():
-        ours, peers = part["ways"].get(OURS), [one for way, one in part["ways"].items() if way != OURS]
+        ours, peers = (
+            part["ways"].get(OURS),
+            [one for way, one in part["ways"].items() if not way.startswith(OURS)],
+        )
         if ours is None or name not in WALL_GOALS or not peers:
             continue
         about = f"At {part['share']:.0%}"

@@ -261,15 +261,26 @@ class Runs:
 
 def test_a_router_that_fails_in_a_round_is_left_out_from_then_on() -> None:
     runs, ways = Runs(fails="smg"), ["midstream", "smg", "sglang-router"]
-    found, absent = asyncio.run(bench.rounds_of(runs, bench.Work(TRACE), ways, 3, "0.6"))  # type: ignore[arg-type]
+    benches: Any = {True: runs, False: runs}
+    found, absent = asyncio.run(bench.rounds_of(benches, bench.Work(TRACE), ways, 3, "0.6"))
     assert absent == {"smg": "0.6: a turn was answered 500"}
     assert runs.asked == [*ways, *ways, "sglang-router", "midstream", "sglang-router", "midstream"]
     assert {way: one["wall_s"] for way, one in found.items()} == {"midstream": 8.0, "sglang-router": 7.0}
 
 
 def test_midstream_itself_may_not_fail() -> None:
+    benches: Any = dict.fromkeys((True, False), Runs("midstream"))
     with pytest.raises(TurnFailed, match="answered 500"):
-        asyncio.run(bench.rounds_of(Runs("midstream"), bench.Work(TRACE), ["midstream", "smg"], 2, "0.6"))  # type: ignore[arg-type]
+        asyncio.run(bench.rounds_of(benches, bench.Work(TRACE), ["midstream", "smg"], 2, "0.6"))
+
+
+def test_only_the_way_with_the_budget_takes_the_server_that_has_it() -> None:
+    with_budget, without = Runs(""), Runs("")
+    ways = ["midstream", "midstream, kv_budget 0", "smg"]
+    benches: Any = {True: with_budget, False: without}
+    asyncio.run(bench.rounds_of(benches, bench.Work(TRACE), ways, 1, "0.6"))
+    assert {*with_budget.asked} == {"midstream"}
+    assert {*without.asked} == {*ways[1:]}
 
 
 def test_the_documents_hold_what_the_results_render_to() -> None:
