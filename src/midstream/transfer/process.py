@@ -127,7 +127,13 @@ class GlooReceiver(Receiver[Rendezvous, SentTensors]):
 
     async def finish(self, within_s: float) -> Received:
         layout = self._open_layout
-        config = await self._files.config_content()
+        # Its end removes the files, which its part may hear of later.
+        self._living()
+        try:
+            config = await self._files.config_content()
+        except OSError:
+            self._living()
+            raise
         header = await finished(layout.header)
         answer = await self._call(
             lambda call: m.CloseFile(call, header, layout.end), within_s, "close its file"
@@ -192,9 +198,7 @@ class GlooReceiver(Receiver[Rendezvous, SentTensors]):
         self, build: Callable[[int], m.Order], within_s: float, what: str, failed: str = ""
     ) -> m.OrderDone:
         """what: the process is to do. failed: begins the message when it cannot. Raises ReplicaUnavailable."""
-        link = self._link
-        if self._reason is not None or link is None or link.transport.is_closing():
-            raise ReplicaUnavailable(self._reason or "the receiver process has ended")
+        link = self._living()
         try:
             async with asyncio.timeout(within_s):
                 answer = await self._answer(link, build)
@@ -205,6 +209,13 @@ class GlooReceiver(Receiver[Rendezvous, SentTensors]):
                 return answer
             self.end(f"{failed}the receiver could not {what}: {answer.error}")
         raise ReplicaUnavailable(self._reason or "")
+
+    def _living(self) -> _ReceiverLink:
+        """Raises ReplicaUnavailable once it has ended."""
+        link = self._link
+        if self._reason is not None or link is None or link.transport.is_closing():
+            raise ReplicaUnavailable(self._reason or "the receiver process has ended")
+        return link
 
     async def _answer(self, link: _ReceiverLink, build: Callable[[int], m.Order]) -> m.OrderDone:
         number = next(self._numbers)
