@@ -183,8 +183,8 @@ def test_status_is_a_table_of_replicas_with_their_load(
     code, out, _ = run(capsys, "status")
     assert code == 0
     assert out.splitlines() == [
-        "replica  snapshot  stage  in flight  cached  last swap",
-        "r0       step-0    done   3          75%     loaded 11 ms, paused 1.5 ms, 4 streams crossed",
+        "replica  snapshot  stage  in flight  cached  KV cache  last swap",
+        "r0       step-0    done   3          75%     -         loaded 11 ms, paused 1.5 ms, 4 streams crossed",
     ]
     code, out, _ = run(capsys, "status", "--json")
     (row,) = json.loads(out)["replicas"]
@@ -213,9 +213,9 @@ def test_status_says_what_is_loading_what_failed_and_what_is_away() -> None:
     assert [line.split("  ") for line in (re.sub(" {3,}", "  ", line) for line in shown.splitlines())][
         1:
     ] == [
-        ["a", "s1", "downloading s2", "-", "-", "-"],
-        ["b", "s1", "error s2", "-", "-", "-", "not ready; truncated"],
-        ["c", "-", "pending s2", "-", "-", "-", "not ready; the replica cannot be reached"],
+        ["a", "s1", "downloading s2", "-", "-", "-", "-"],
+        ["b", "s1", "error s2", "-", "-", "-", "-", "not ready; truncated"],
+        ["c", "-", "pending s2", "-", "-", "-", "-", "not ready; the replica cannot be reached"],
     ]
 
 

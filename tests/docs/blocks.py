@@ -47,6 +47,7 @@ class Shown(NamedTuple):
 PYTHON, SH, SETTINGS = Run("python"), Run("sh"), Run("toml")
 TINKER, HARNESS = Run("python", ".venv-tinker"), Run("python", ".venv-harness")
 PICTURE, OUTPUT, NAMES = Shown("a picture"), Shown("output"), Shown("names to be filled in: KEY, DIR, URL")
+TRACE_LINE, HEADER_LINE = Shown("a line of a trace"), Shown("a header")
 TRANSCRIPT = Shown("commands with what they print; tests/docs/test_commands.py reads the commands")
 SERVER_START = Elsewhere(
     "e2e/serving.py", "it installs everything, and starts the server that the next blocks ask"
@@ -64,6 +65,7 @@ BLOCKS: dict[str, list[Run | Elsewhere | Shown]] = {
     "docs/architecture.md": [PICTURE],
     "docs/cli.md": [TRANSCRIPT, OUTPUT, TRANSCRIPT, SH, OUTPUT],
     "docs/configuration.md": [SETTINGS],
+    "docs/benchmarks.md": [TRACE_LINE],
     "docs/conformance.md": [NAMES],
     "docs/engines.md": [MAKE, OUTPUT],
     "docs/exact-sessions.md": [OUTPUT],
@@ -87,6 +89,7 @@ BLOCKS: dict[str, list[Run | Elsewhere | Shown]] = {
         DEPLOY,
         DEPLOY,
     ],
+    "docs/kv-cache.md": [HEADER_LINE],
     "docs/messages.md": [HARNESS],
     "docs/metrics.md": [Elsewhere("e2e/test_prometheus.py", "it needs Prometheus")],
     "docs/policies.md": [

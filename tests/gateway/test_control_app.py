@@ -29,6 +29,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from midstream.api.app import control_app
+from midstream.core.audits import AuditedTurn, AuditStats
 from midstream.core.endpoints import Endpoint, serves
 from midstream.core.kv import KvStats
 from midstream.core.measures import BUCKETS_S, COUNTS, MEASURES, Distribution, Histogram, Trajectories
@@ -346,7 +347,11 @@ def test_every_metric_has_its_kind_and_labels_of_the_table_and_each_of_the_table
             stage.views[0].replica.trajectories = Trajectories(measures=measures, counts=counts)
             report = stage.views[0].replica.heard
             assert report is not None
-            stage.views[0].replica.hear(replace(report, engine=EngineStats(kv=KvStats(total=10))))
+            differs = AuditedTurn(at=1.0, session="s", turn=2, snapshot="a", cause="stale KV")
+            audit = AuditStats(mismatches={"stale KV": 1}, not_audited={"snapshot gone": 1}, last=differs)
+            stage.views[0].replica.hear(
+                replace(report, engine=EngineStats(kv=KvStats(total=10)), audit=audit)
+            )
             for name in ("routes", "upstream_errors", "retries", "cut_responses"):
                 getattr(stage.metrics, name)["x"] += 1
             stage.metrics.stall_s["gateway"].observe(0.07)

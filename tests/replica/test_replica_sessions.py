@@ -158,7 +158,7 @@ def test_what_turns_were_like_adds_up() -> None:
             "tenant": "", "key": "a", "stamp": 1_000_000, "opened_at": 1000.0, "used_at": 1002.0, "turns": 3,
             "open_turns": 1, "prompt_tokens": 210, "cached_prompt_tokens": 96, "generated_tokens": 15,
             "first_tokens": 2, "time_to_first_token_s": 0.75, "last_time_to_first_token_s": 0.25,
-            "generation_s": 1.5, "token_gaps": 7, "last_reward": None, "rewarded_at": 0.0,
+            "generation_s": 1.5, "token_gaps": 7, "last_reward": None, "rewarded_at": 0.0, "wait": None,
         }  # fmt: skip
     sessions.close(A)
     told = sessions.trajectories()

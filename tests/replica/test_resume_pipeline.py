@@ -552,7 +552,7 @@ def test_a_stream_over_files_that_were_overwritten_goes_on_nowhere_as_if_they_we
     state = f'{opening}\n{{"c":0,"t":[1],"s":"a","kv":[["a",0,4]],"files":"x"}}\n0:7'
     told = ResumeLogReader(state)
     assert (told.snapshot([]), told.files([]), told.files([0])) == ("a", {"x"}, set())
-    checked = SimpleNamespace(stream=True, cumulative=False, referenced=False, raw_output=False)
+    checked = SimpleNamespace(stream=True, cumulative=False, by_file=False, raw_output=False)
     resume = Resume("/v1/completions", "replica-0", True, state, msgspec.Raw(b"{}"))
     for files in ("x", ""):
         Continued(resume, cast(Any, checked), 1).check_snapshot("a", files, [])
@@ -630,7 +630,7 @@ def test_kv_that_is_computed_again_under_other_files_of_the_name_is_refused() ->
     """The engine had switched to them before the replica, which looked before, heard of it."""
     opening = '{"id":"i","created":1,"seed":7,"prompts":"d"}'
     state = f'{opening}\n{{"c":0,"t":[1],"s":"a","kv":[["a",0,4]],"files":"x"}}'
-    checked = SimpleNamespace(stream=True, cumulative=False, referenced=False, raw_output=False)
+    checked = SimpleNamespace(stream=True, cumulative=False, by_file=False, raw_output=False)
     resume = Resume("/v1/completions", "replica-0", True, state, msgspec.Raw(b"{}"))
     for files in ("x", "", "y"):
         continued = Continued(resume, cast(Any, checked), 1)

@@ -322,9 +322,9 @@ ENGINE = (
     Mutation(
         "newest_block_evicted",
         "engine/embedded/blocks.py",
-        "self._cached.popitem(last=False)",
-        "self._cached.popitem(last=True)",
-        "Eviction takes the cached block that was unused for longest.",
+        "self._loose.popitem(last=False)",
+        "self._loose.popitem(last=True)",
+        "Of blocks that no session claims, eviction takes the one that was unused for longest.",
         ("engine/test_blocks.py",),
     ),
     Mutation(

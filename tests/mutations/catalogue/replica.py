@@ -143,10 +143,26 @@ REPLICA = (
         ),
     ),
     Mutation(
+        "a_later_session_goes_first",
+        "replica/kv_queue.py",
+        "insort_right(self._waiting, one, key=lambda each: each.came_at)",
+        "self._waiting.insert(0, one)",
+        "Of equal priority and tenant, the session that came first goes first.",
+        ("replica/test_kv_budget.py",),
+    ),
+    Mutation(
+        "a_session_begins_without_room",
+        "replica/kv_queue.py",
+        "return self._asks(one) <= account.room",
+        "return True",
+        "A new session begins when what it will need fits beside what all others will need.",
+        ("replica/test_kv_budget.py",),
+    ),
+    Mutation(
         "pinned_request_crosses_a_swap",
         "replica/service.py",
-        "snapshot=fixed)",
-        "snapshot=None)",
+        "snapshot=fixed, **returns)",
+        "snapshot=None, **returns)",
         "A pinned request goes on under its snapshot while others are served by the next one.",
         (
             "replica/test_replica_resident.py::test_a_swap_waits_for_no_pinned_stream_which_goes_on_under_its_own_snapshot",
