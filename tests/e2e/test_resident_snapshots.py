@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +21,22 @@ from midstream.client import SnapshotPublisher, snapshot_of
 from midstream.core.types import ResetPromptCache
 
 ATTEMPTS = 4
-TOKENS = 3500
+TOKENS, POSITIONS = 5500, 8192
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory, tiny_model: Callable[..., Path]) -> Iterator[Server]:
+def server(tmp_path_factory: pytest.TempPathFactory, make: Callable[..., Path]) -> Iterator[Server]:
     """A swap that waited for a pinned request would end it at once."""
     place = tmp_path_factory.mktemp("served")
     options = ("--replicas", "1", "--resident-snapshots", "3", "--pin-drain-s", "0", "--no-tinker")
-    with serve(place / "state", "--model", str(tiny_model()), *options, *on_device(place)) as running:
+    with serve(place / "state", "--model", str(make()), *options, *on_device(place)) as running:
         yield running
+
+
+@pytest.fixture(scope="module")
+def make(tiny_model: Callable[..., Path]) -> Callable[..., Path]:
+    """tiny_model with room for streams that outlast all swaps."""
+    return partial(tiny_model, max_positions=POSITIONS)
 
 
 @pytest.fixture
@@ -45,10 +52,15 @@ class Signals:
         self.server, self.publisher, self.make = server, publisher, make
         self.models: dict[str, Any] = {}
 
-    def next(self, identity: str, seed: int, reset: ResetPromptCache = "all") -> None:
-        """It serves."""
+    def prepare(self, identity: str, seed: int) -> None:
+        """Write it, and load the model that recomputes its tokens."""
         put(self.server, identity, self.make(seed=seed))
         self.models[identity] = load(self.make(seed=seed))
+
+    def next(self, identity: str, seed: int, reset: ResetPromptCache = "all") -> None:
+        """It serves."""
+        if identity not in self.models:
+            self.prepare(identity, seed)
         self.publisher.snapshots.signal(identity, reset)
         status = self.publisher.snapshots.wait_until_ready(identity, timeout_s=150)
         assert [row.snapshot for row in status.replicas] == [identity]
@@ -60,12 +72,15 @@ def completion(server: Server, model: str, prompt: list[int], **more: Any) -> ht
 
 
 def test_a_stream_pinned_to_each_of_three_snapshots_runs_through_the_swaps_that_follow(
-    server: Server, publisher: SnapshotPublisher, tiny_model: Callable[..., Path]
+    server: Server, publisher: SnapshotPublisher, make: Callable[..., Path]
 ) -> None:
-    signals = Signals(server, publisher, tiny_model)
+    signals = Signals(server, publisher, make)
     for attempt in range(ATTEMPTS):
-        names = [f"s{attempt}-{number}" for number in range(6)]
+        names = [f"s{attempt}-{number}" for number in range(5)]
         streams: list[Rollout] = []
+        # Nothing but swaps takes time while streams run.
+        for seed, name in enumerate(names):
+            signals.prepare(name, seed + 1)
         for seed, name in enumerate(names):
             signals.next(name, seed + 1)
             if seed < 3:
@@ -96,9 +111,9 @@ def test_a_stream_pinned_to_each_of_three_snapshots_runs_through_the_swaps_that_
 
 @pytest.mark.parametrize("reset", ["all", variant("none")])
 def test_who_asks_for_an_older_snapshot_gets_it_and_reads_no_kv_of_another_one(
-    server: Server, publisher: SnapshotPublisher, tiny_model: Callable[..., Path], reset: ResetPromptCache
+    server: Server, publisher: SnapshotPublisher, make: Callable[..., Path], reset: ResetPromptCache
 ) -> None:
-    signals = Signals(server, publisher, tiny_model)
+    signals = Signals(server, publisher, make)
     prompt = list(range(5, 69))
     names = [f"{reset}-{number}" for number in range(4)]
     for seed, name in enumerate(names):
