@@ -62,7 +62,7 @@ def test_what_this_model_and_these_settings_cannot_is_not_declared_and_refused_b
     ) as server:
         (listed,) = httpx.get(f"{server.url}/v1/models", timeout=60).json()["data"]
         engine = listed["midstream"]["engine"]
-        assert engine["lacks"] == ["grammars", "reproducible_sampling"]
+        assert engine["lacks"] == ["router_weights", "grammars", "reproducible_sampling"]
         assert {*engine["features"], *engine["lacks"]} == set(ENGINE_FEATURES)
 
         def ask(**more: Any) -> httpx.Response:
