@@ -86,6 +86,13 @@ def test_no_more_names_mean_several_things() -> None:
     assert len(twice) <= NAMES_TWICE_MAX, twice
 
 
+def test_no_two_test_modules_of_a_run_have_one_name() -> None:
+    """pytest collects neither then, and the whole run ends. Those of tests/vllm have a run of their own."""
+    here = Path(__file__).parent
+    names = Counter(path.name for path in here.rglob("test_*.py") if path.parent != here / "vllm")
+    assert [name for name, count in names.items() if count > 1] == []
+
+
 def test_a_request_passes_no_more_files_than_it_may() -> None:
     walks = json.loads((RESULTS / "walk.json").read_text())["walks"]
     assert {name: walk["files"] for name, walk in walks.items() if walk["files"] > FILES_MAX[name]} == {}
