@@ -81,6 +81,8 @@ class Noting(FakeEngine):
 class Stand:
     def __init__(self, here: Running, audits: Audits, told: Told, events: list[str]) -> None:
         self.here, self.audits, self.told, self.events = here, audits, told, events
+        #: Why the next starts of an auditor fail.
+        self.no_start = list[Exception]()
 
     async def turn(self, session: str, **more: Any) -> None:
         headers = {"x-session-id": session, **more.pop("headers", {})}
@@ -115,9 +117,12 @@ def play(
     async def main() -> None:
         events: list[str] = []
         told = Told(events)
+        stands = list[Stand]()
 
         async def start() -> Auditor:
             events.append("start")
+            if stands[0].no_start:
+                raise stands[0].no_start.pop()
             return told
 
         audits = Audits(
@@ -132,7 +137,8 @@ def play(
         )
         async with running(tmp_path, Noting(events), audits=audits) as here:
             events.clear()
-            await asyncio.wait_for(scenario(Stand(here, audits, told, events)), 60)
+            stands.append(Stand(here, audits, told, events))
+            await asyncio.wait_for(scenario(stands[0]), 60)
 
     asyncio.run(main())
 
@@ -235,6 +241,40 @@ def test_a_name_that_means_other_files_since_is_no_mismatch(tmp_path: Path) -> N
         after.rmdir()
         counts = await stand.answered(AuditAnswer(mismatches=[OFF]))
         assert counts.not_audited == {GONE: 3}
+
+    play(tmp_path, scenario)
+
+
+def test_a_name_whose_files_went_and_that_means_others_now_is_no_mismatch(tmp_path: Path) -> None:
+    before, after = tmp_path / "before", tmp_path / "after"
+
+    async def scenario(stand: Stand) -> None:
+        for place in (before, after):
+            place.mkdir()
+        await stand.turn("first")
+        await stand.told.asked.wait()
+        stand.audits.serves(MODEL, "step-1", before)
+        stand.here.engine.serving = "step-1"
+        await stand.turn("s")
+        # The cache has no room for it, behind a swap.
+        before.rmdir()
+        stand.audits.serves(MODEL, "step-2", tmp_path)
+        stand.audits.serves(MODEL, "step-1", after)
+        counts = await stand.answered(AuditAnswer())
+        assert (counts.audited, counts.not_audited, counts.waiting) == (1, {GONE: 1}, 0)
+
+    play(tmp_path, scenario)
+
+
+def test_an_auditor_that_cannot_be_started_costs_one_turn_and_is_tried_again(tmp_path: Path) -> None:
+    async def scenario(stand: Stand) -> None:
+        stand.no_start.append(BlockingIOError(11, "Resource temporarily unavailable"))
+        await stand.turn("s")
+        while not stand.stats().not_audited:
+            await stand.here.replica.changed(60)
+        assert stand.stats().not_audited == {ENDED: 1}
+        await stand.turn("t")
+        assert (await stand.answered(AuditAnswer())).audited == 1
 
     play(tmp_path, scenario)
 

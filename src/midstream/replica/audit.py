@@ -154,13 +154,12 @@ class Audits:
 
     def serves(self, model: str, snapshot: str, directory: Path) -> None:
         """From now on the model's snapshot of this name has these files."""
-        before = self._directories.get((model, snapshot))
-        self._directories = {key: path for key, path in self._directories.items() if path.is_dir()}
+        old = self._directories
+        self._directories = {name: path for name, path in old.items() if path.is_dir()}
         self._directories[model, snapshot] = directory
-        if before is None or before == directory:
-            return
-        # Turns of before were of other files.
-        left = [one for one in self._waiting if not self._names(one.turn, model, snapshot)]
+        # Turns of before were of other files, or of files that are gone: their name may mean others by the time of the audit.
+        over = {name for name, path in old.items() if self._directories.get(name) != path}
+        left = [one for one in self._waiting if not any(self._names(one.turn, *name) for name in over)]
         self._not_audited[GONE] += len(self._waiting) - len(left)
         self._waiting = deque(left)
 
@@ -220,7 +219,7 @@ class Audits:
                 if not self._idle.is_set():
                     self._auditor.halt()
             answer = await self._auditor.audit(job)
-        except AuditorLost as error:
+        except (AuditorLost, OSError) as error:
             log.warning("%s: a turn is not audited: %s", self._replica, error)
             self._not_audited[ENDED] += 1
             await self._end_auditor()
