@@ -28,7 +28,7 @@ LINES_MAX = {
     "fleet": 6075,
     "http": 2625,
     "integrations": 1235,
-    "launch": 3995,
+    "launch": 4020,
     "ledger": 3570,
     "midstream": 155,
     "midstream_kernels": 1795,

@@ -31,7 +31,7 @@ CAUSES = (
 
 
 class AuditBegin(msgspec.Struct, frozen=True, tag=True):
-    """The first message to an auditor. settings: of the engine whose turns it computes."""
+    """The first message to an auditor, which answers it. settings: of the engine whose turns it computes."""
 
     settings: EngineSettings
 

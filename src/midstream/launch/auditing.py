@@ -49,9 +49,15 @@ class AuditorProcess(Auditor):
 
     @classmethod
     async def start(cls, settings: EngineSettings) -> AuditorProcess:
-        process, link = await ipc.spawn("midstream.launch.auditor", _AuditorLink)
-        link.send(AuditBegin(settings))
-        return cls(process, link)
+        """Raises AuditorLost, OSError."""
+        made = cls(*await ipc.spawn("midstream.launch.auditor", _AuditorLink))
+        try:
+            # It answers once it ends with this process: what is halted before would outlive us.
+            await made._asked(AuditBegin(settings))
+        except BaseException:
+            await made.close()
+            raise
+        return made
 
     def halt(self) -> None:
         self._process.send_signal(signal.SIGSTOP)
@@ -60,10 +66,14 @@ class AuditorProcess(Auditor):
         self._process.send_signal(signal.SIGCONT)
 
     async def audit(self, job: AuditJob) -> AuditAnswer:
+        return await self._asked(job)
+
+    async def _asked(self, message: AuditBegin | AuditJob) -> AuditAnswer:
+        """Raises AuditorLost."""
         if self._link.lost.is_set():
             raise AuditorLost("the auditor's process ended")
         self._link.answer = asyncio.get_running_loop().create_future()
-        self._link.send(job)
+        self._link.send(message)
         return await self._link.answer
 
     async def close(self) -> None:

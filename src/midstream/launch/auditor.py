@@ -1,6 +1,7 @@
 """The auditor process of a replica: it computes finished turns again, with weights of its own (verify/audit.py).
 
-Always holds: what serves on the machine comes before it, it ends with its replica, and it opens no port.
+Always holds: what serves on the machine comes before it, it ends with its replica, and it opens no port. It answers the first
+message before it imports torch, so that its replica may halt it from then on.
 """
 
 from __future__ import annotations
@@ -10,14 +11,18 @@ import ctypes
 import os
 import signal
 import sys
+from typing import TYPE_CHECKING
 
 import msgspec
-import transformers
 
+from midstream.core import child
 from midstream.core.audits import AuditAnswer, AuditBegin, AuditJob
+from midstream.core.config import EngineSettings
 from midstream.core.logs import configure_as_parent
 from midstream.http.ipc import Channel, Disconnected
-from midstream.verify.audit import TurnAudits
+
+if TYPE_CHECKING:
+    from midstream.verify.audit import TurnAudits
 
 #: Requests of other replicas on the machine come first; its own replica halts it.
 NICENESS = 10
@@ -30,19 +35,28 @@ def main() -> int:
     _die_with(parent)
     os.nice(NICENESS)
     channel = Channel.of_child(_jobs)
-    transformers.utils.logging.disable_progress_bar()
     with contextlib.suppress(Disconnected):
         audits: TurnAudits | None = None
         while True:
             for message in channel.receive(None):
                 if isinstance(message, AuditBegin):
+                    channel.send(AuditAnswer())
                     configure_as_parent("auditor")
-                    audits = TurnAudits(message.settings)
+                    audits = _audits(message.settings)
                 else:
                     assert audits is not None
                     channel.send(_answer(audits, message))
     # Kernels may still have threads. There is nothing to save.
     os._exit(0)
+
+
+def _audits(settings: EngineSettings) -> TurnAudits:
+    with child.importing():
+        import transformers
+
+        from midstream.verify.audit import TurnAudits
+    transformers.utils.logging.disable_progress_bar()
+    return TurnAudits(settings)
 
 
 def _answer(audits: TurnAudits, job: AuditJob) -> AuditAnswer:
