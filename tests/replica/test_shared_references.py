@@ -19,7 +19,7 @@ from midstream.client.decode import sampling_masks_of
 from midstream.client.errors import RecordFileError
 from midstream.client.shared_references import read_masks, read_routes
 from midstream.core.references import FORMAT, SharedFile
-from midstream.replica.shared_rows import BLOCKS_MAX, ROWS, WrittenRows, keys_of
+from midstream.replica.shared_rows import BLOCKS_MAX, FILES_MAX, ROWS, WrittenRows, keys_of
 
 #: Long enough for blocks of rows.
 PROMPT = "a prompt of some more tokens than two blocks of rows have"
@@ -150,6 +150,23 @@ def test_a_prompts_rows_are_written_once_for_each_owner(tmp_path: Path) -> None:
         assert await reused(here, headers | {"x-prompt-cache-isolation-key": "another"}) == 0
 
     play(tmp_path, scenario)
+
+
+def test_a_long_session_does_not_end_in_ever_more_files(tmp_path: Path) -> None:
+    async def scenario(here: Running, url: str) -> None:
+        counts = list[int]()
+        for turn in range(1, FILES_MAX + 4):
+            prompt = "".join(f"what turn {at} adds to this." for at in range(turn))
+            (inline,) = await choices(here, {}, prompt=prompt, echo=True, **INLINE)
+            (choice,) = await choices(here, {STORE: url}, prompt=prompt, echo=True, **FILES)
+            counts.append(len(choice["routing_references"]["files"]))
+            same(choice, inline, url)
+        # Then all rows are written again, and the count begins from there.
+        assert counts == [*range(1, FILES_MAX + 2), 1, 2]
+
+    engine = FakeEngine()
+    engine.info = msgspec.structs.replace(engine.info, max_model_len=4096)
+    play(tmp_path, scenario, engine)
 
 
 def test_rows_of_a_file_that_goes_too_early_are_written_again(tmp_path: Path) -> None:

@@ -20,6 +20,8 @@ from midstream.core.references import InFiles, SharedFile, SharedReferences, Sha
 #: Rows that are found together.
 ROWS = 16
 BLOCKS_MAX = 2**16
+#: Earlier files that one choice refers to. Its writer asks the store for each, and a reader fetches each.
+FILES_MAX = 16
 
 
 class SharedColumns(NamedTuple):

@@ -47,7 +47,7 @@ from midstream.replica.response.answer import ResponseHead
 from midstream.replica.response.choice import Choice
 from midstream.replica.response.records import LOGPROB_MIN
 from midstream.replica.response.shapes import earlier_spans, spans
-from midstream.replica.shared_rows import ROWS, ChoicePlaces, RowsPlace, SharedColumns, keys_of
+from midstream.replica.shared_rows import FILES_MAX, ROWS, ChoicePlaces, RowsPlace, SharedColumns, keys_of
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -179,6 +179,9 @@ class ReferencedRecords:
             if rows.lead and rows.routes is not None:
                 keys = list(keys_of(salt, rows.lead, rows.token_ids, rows.routes))
                 earlier = self._files.written.leading(keys[: len(rows.prompt) // ROWS], self._new, until)
+                if len({place.file for place in earlier}) > FILES_MAX:
+                    # All rows are written again, and the next choice finds them in one file.
+                    earlier = []
                 # Somebody else may have removed a file.
                 earlier = list(takewhile(lambda place: self._is_there(place.file), earlier))
                 rows.drop(len(earlier) * ROWS)
