@@ -11,6 +11,7 @@ import ctypes
 import os
 import signal
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -34,6 +35,9 @@ def main() -> int:
     parent = os.getppid()
     _die_with(parent)
     os.nice(NICENESS)
+    with contextlib.suppress(OSError):
+        # Its copy of the weights is what a machine without memory can do without.
+        Path("/proc/self/oom_score_adj").write_text("1000")
     channel = Channel.of_child(_jobs)
     with contextlib.suppress(Disconnected):
         audits: TurnAudits | None = None
