@@ -19,6 +19,7 @@ from midstream.engine.embedded.limits import TokenLimiter
 from midstream.engine.embedded.sampler import sample
 from midstream.engine.step import SampleRow
 from midstream.verify.claims import Claim, gather
+from midstream.verify.compare import TOLERANCES, Computed, compare
 from midstream.verify.drawing import redrawn
 from midstream.verify.findings import Cause
 from midstream.verify.paged import PagedComputer
@@ -111,6 +112,23 @@ def test_the_parameters_of_a_record_give_what_the_sampler_gave(given: dict[str, 
         made.hear(0, logits[:10])
         made.hear(10, logits[10:])
         assert np.abs(made.values - np.array(claim.turn.sampling_logprobs)).max() < 2e-5
+
+
+@pytest.mark.parametrize("given", [{"repetition_penalty": 0.02}, {"temperature": 0.02}], ids=str)
+def test_rounding_that_parameters_enlarge_is_no_difference(given: dict[str, Any]) -> None:
+    for seed in range(8):
+        claim, logits = drawn(given, seed)
+        made = redrawn(claim, "float32")
+        assert made is not None
+        # As another order of additions rounds.
+        noise = np.random.default_rng(seed).uniform(-1e-5, 1e-5, logits.shape).astype(np.float32)
+        made.hear(0, logits + noise)
+        computed = Computed(claim, [])
+        computed.draw(made)
+        assert np.abs(made.values - np.array(claim.turn.sampling_logprobs)).max() > 0
+        assert compare(claim, computed, TOLERANCES["float32"]).sampling == ()
+        claim.turn.sampling_logprobs[3] -= 0.1
+        assert compare(claim, computed, TOLERANCES["float32"]).sampling == (3,)
 
 
 @pytest.mark.parametrize("given", [one for one in GIVEN if one != {"temperature": 0.0}], ids=str)

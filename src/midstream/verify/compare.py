@@ -13,7 +13,7 @@ import numpy as np
 
 from midstream.core.masks import kept_ids
 from midstream.verify.claims import Claim
-from midstream.verify.drawing import Redrawn, is_greedy, is_plain
+from midstream.verify.drawing import Redrawn, grown, is_plain
 from midstream.verify.findings import TokenDifference
 from midstream.verify.jobs import Numbers
 
@@ -91,9 +91,7 @@ def _sampled_otherwise(claim: Claim, computed: Computed, tolerance: float) -> It
             yield at
         elif value is not None and given is not None and made is not None:
             own = max(float(made[at]), LOGPROB_MIN)
-            # Rounding of logits grows as they are divided.
-            warm = 1.0 if is_greedy(given) else max(1.0, 1.0 / given.temperature)
-            if not abs(max(value, LOGPROB_MIN) - own) <= tolerance * warm * max(1.0, abs(own) / 100):
+            if not abs(max(value, LOGPROB_MIN) - own) <= tolerance * grown(given) * max(1.0, abs(own) / 100):
                 yield at
 
 

@@ -58,6 +58,14 @@ def is_greedy(sampling: TurnSampling) -> bool:
     return sampling.temperature < GREEDY_BELOW
 
 
+def grown(sampling: TurnSampling) -> float:
+    """How often as large rounding of logits is at most, behind their division and penalties."""
+    if is_greedy(sampling):
+        return 1.0
+    by = sampling.repetition_penalty
+    return max(1.0, max(by, 1.0 / by) / sampling.temperature)
+
+
 def is_filtered(sampling: TurnSampling) -> bool:
     return sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0
 
@@ -161,7 +169,8 @@ class Redrawn:
         if kept is not None:
             self.values[at] = own - float(mass(warm[kept], -1))
             return
-        slack = self._slack * float(np.abs(row).max()) / self._sampling.temperature
+        by = self._sampling.repetition_penalty
+        slack = self._slack * float(np.abs(row).max()) * max(by, 1.0 / by) / self._sampling.temperature
         most, least = _masses(warm, own, self._sampling, slack)
         # Of a token that cannot have been drawn the number is infinite, or none.
         near = float(np.clip(self._told[at], own - most, own - least))
