@@ -54,9 +54,10 @@ class Told(Auditor):
         self.files.append(job.files)
         self.answer = asyncio.get_running_loop().create_future()
         self.asked.set()
-        answer = await self.answer
-        self.asked.clear()
-        return answer
+        try:
+            return await self.answer
+        finally:
+            self.asked.clear()
 
     async def close(self) -> None:
         self.events.append("close")
@@ -297,6 +298,20 @@ def test_it_ends_when_no_turn_waits(tmp_path: Path) -> None:
         await stand.turn("s")
         await stand.answered(AuditAnswer())
         await stand.told.closed.wait()
+
+    play(tmp_path, scenario, keep_s=0.01)
+
+
+def test_it_ends_when_the_replica_is_busy_for_long_and_its_turn_waits_again(tmp_path: Path) -> None:
+    async def scenario(stand: Stand) -> None:
+        await stand.turn("s")
+        await stand.told.asked.wait()
+        stand.audits.moved(busy=True)
+        await stand.told.closed.wait()
+        assert (stand.stats().waiting, stand.stats().not_audited) == (1, {})
+        stand.audits.moved(busy=False)
+        assert (await stand.answered(AuditAnswer())).audited == 1
+        assert [one for one in stand.events if one in ("start", "close")][:3] == ["start", "close", "start"]
 
     play(tmp_path, scenario, keep_s=0.01)
 

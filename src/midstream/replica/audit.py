@@ -7,7 +7,8 @@ Always holds:
   comes, before the engine has it.
 - It is another process with weights and KV of its own: nothing of the engine's cache or its labels is touched.
 - A name that means other files since the turn ended is no mismatch: the turn counts as not audited.
-- It ends when no turn has waited for KEEP_S, so that a second copy of the weights does not stay.
+- It ends when no turn has waited for KEEP_S, and when it has been halted for so long, so that a second copy of the weights does
+  not stay. The turn that it had waits again then.
 """
 
 from __future__ import annotations
@@ -109,6 +110,8 @@ class Audits:
         self._waiting: deque[_Waiting] = deque()
         self._due, self._idle = asyncio.Event(), asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
+        #: When it was idle last, by the loop's clock.
+        self._halted_at = 0.0
         self._auditor: Auditor | None = None
         self._task: asyncio.Task[None] | None = None
         self._audited = 0
@@ -171,6 +174,7 @@ class Audits:
                 self._timer = None
             if self._idle.is_set():
                 self._idle.clear()
+                self._halted_at = asyncio.get_running_loop().time()
                 if self._auditor is not None:
                     self._auditor.halt()
         elif self._timer is None and not self._idle.is_set():
@@ -188,7 +192,7 @@ class Audits:
         try:
             while True:
                 await self._until_due()
-                await self._idle.wait()
+                await self._until_idle()
                 if self._waiting:
                     await self._audit(self._waiting.popleft())
                     self.on_change()
@@ -205,6 +209,27 @@ class Audits:
             return
         await self._end_auditor()
 
+    async def _until_idle(self) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(None if self._auditor is None else self._keep_s):
+                await self._idle.wait()
+            return
+        await self._end_auditor()
+        await self._idle.wait()
+
+    async def _answered(self, auditor: Auditor, job: AuditJob) -> AuditAnswer | None:
+        """None: it has been halted for too long. Raises AuditorLost."""
+        asked = asyncio.create_task(auditor.audit(job), name="an audit")
+        try:
+            while not asked.done():
+                await asyncio.wait((asked,), timeout=self._keep_s)
+                halted_s = asyncio.get_running_loop().time() - self._halted_at
+                if not (asked.done() or self._idle.is_set()) and halted_s >= self._keep_s:
+                    return None
+            return asked.result()
+        finally:
+            asked.cancel()
+
     async def _end_auditor(self) -> None:
         auditor, self._auditor = self._auditor, None
         if auditor is not None:
@@ -218,10 +243,14 @@ class Audits:
                 self._auditor = await self._start()
                 if not self._idle.is_set():
                     self._auditor.halt()
-            answer = await self._auditor.audit(job)
+            answer = await self._answered(self._auditor, job)
         except (AuditorLost, OSError) as error:
             log.warning("%s: a turn is not audited: %s", self._replica, error)
             self._not_audited[ENDED] += 1
+            await self._end_auditor()
+            return
+        if answer is None:
+            self._waiting.appendleft(one)
             await self._end_auditor()
             return
         if answer.mismatches and not self._still(one.turn, files):
