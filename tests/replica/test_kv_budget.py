@@ -441,3 +441,69 @@ def test_a_client_that_asks_again_after_its_own_time_limit_has_its_place_again()
     assert queue.join(Waiting(("", "a"), alone(8), 60, None, 0, 700.0))
     # The one that came back in time is before what came after it; the other is the last.
     assert [queue.position(("", name)) for name in "bca"] == [1, 2, 3]
+
+
+def test_requests_without_a_session_hold_up_no_session_for_ever() -> None:
+    """They never wait, so there may always be some. A session that needs the whole cache begins all the same."""
+    account = KvAccount()
+    account.capacity = 100
+    queue = KvQueue(account, waiting_max=9)
+    account.without_session(10)
+    assert not queue.join(Waiting(("", "large"), alone(1), 10, 10**9, 0, 0.0))
+
+
+def test_a_flood_of_requests_without_a_session_leaves_sessions_half_of_the_cache() -> None:
+    account = KvAccount()
+    account.capacity = 100
+    queue = KvQueue(account, waiting_max=9)
+    account.without_session(5000)
+    for name in ("a", "b"):
+        turn = Waiting(("", name), alone(hash(name)), 10, 25, 0, 0.0)
+        assert not queue.join(turn)
+        account.begin(turn.session, turn.first, 10, 0.0, 25)
+    assert queue.join(Waiting(("", "c"), alone(3), 10, 25, 0, 0.0))
+    account.without_session(-5000)
+    account.check()
+    assert account.claimed == 50
+
+
+def test_a_prompt_is_claimed_again_once_all_that_had_it_were_silent_for_too_long() -> None:
+    """Their KV may be gone, so it is not there for the next session of the group."""
+    account = KvAccount()
+    account.capacity = 10_000
+    group = Beginning(1, 2)
+    for name in "ab":
+        account.begin(session_of(name), group, 1000, 0.0)
+        account.found(session_of(name), 0 if name == "a" else 992)
+        account.end_turn(session_of(name), 1100, 0.0)
+    account.demote(1000.0)
+    assert (account.claimed, account.live) == (0, 0)
+    assert account.asks(group, 1000) >= 1000
+    account.begin(session_of("c"), group, 1000, 1000.0)
+    assert account.live == 1000
+    # One that comes back shares what the new one has.
+    account.begin(session_of("a"), group, 1200, 1001.0)
+    assert account.live <= 2200
+    account.check()
+
+
+def test_what_members_share_has_an_owner_after_those_that_need_no_more_than_they_share() -> None:
+    account = KvAccount()
+    account.capacity = 10_000
+    group = Beginning(1, 2)
+    for name in "ab":
+        account.begin(session_of(name), group, 1000, 0.0)
+        account.found(session_of(name), 0 if name == "a" else 992)
+    account.end(session_of("a"))
+    assert account.live == 1000
+    account.check()
+
+
+def test_a_turn_that_was_refused_or_left_teaches_nothing() -> None:
+    account = KvAccount()
+    account.capacity = 10_000
+    for n in range(8):
+        account.begin(session_of(f"s{n}"), alone(n), 500, 0.0)
+        account.end_turn(session_of(f"s{n}"), 0, 0.0)
+        account.end(session_of(f"s{n}"))
+    assert account.asks(alone(9), 100) == 100

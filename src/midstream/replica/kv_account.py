@@ -3,9 +3,9 @@
 Owns: one record per session that has begun, and what was learned from those that ended. All numbers are tokens.
 Always holds:
 - Each token of a context has one owner. What a session found in the cache at its first turn belongs to the session that
-  computed it. When that one ends, it belongs to another that shares it.
-- `claimed` is the sum of what the sessions need that are neither over nor silent for too long, and of requests without a
-  session.
+  computed it. When that one ends or is silent for too long, it belongs to another that shares it.
+- `of_sessions` is the sum of what the sessions need that are neither over nor silent for too long. `claimed` has requests
+  without a session, too: at most half the cache, as they may wait in the engine, and hold up no session for ever.
 - `live` is the sum of what these sessions have now.
 - A session needs at least what it has, and at most the whole cache, whatever was said or learned.
 """
@@ -91,7 +91,8 @@ class KvAccount:
 
     def __init__(self) -> None:
         self.capacity = 0
-        self.claimed = 0
+        self.of_sessions = 0
+        self._without_session = 0
         self.live = 0
         self._number = 0
         self.understated = 0
@@ -99,8 +100,8 @@ class KvAccount:
         # Between two turns and not silent for too long, the longest silent first.
         self._idle: OrderedDict[Session, None] = OrderedDict()
         self._groups: OrderedDict[int, Recent] = OrderedDict()
-        # The sessions of each family, for what they share; and how many each group has.
-        self._members: dict[int, dict[Session, None]] = {}
+        # Those of each family that claim, for what they share; and how many each group has.
+        self._members: dict[int, dict[Session, SessionNeed]] = {}
         self._mates: dict[int, int] = {}
         self._finals, self._gaps, self._growth = Recent(), Recent(), Recent()
         # Whether a session came back: 1 or 0.
@@ -115,6 +116,10 @@ class KvAccount:
 
     def __contains__(self, session: Session) -> bool:
         return session in self._sessions
+
+    @property
+    def claimed(self) -> int:
+        return self.of_sessions + min(self._without_session, self.capacity // 2)
 
     @property
     def between(self) -> int:
@@ -175,7 +180,8 @@ class KvAccount:
         own = max(0, tokens - one.shared)
         if self.live - one.live + own <= self.capacity:
             return True
-        before = sum(other.live for other in self._sessions.values() if other.number < one.number)
+        claiming = (other for members in self._members.values() for other in members.values())
+        before = sum(other.live for other in claiming if other.number < one.number)
         return not before or before + own <= self.capacity
 
     def number(self, session: Session) -> int:
@@ -192,14 +198,13 @@ class KvAccount:
             self._number += 1
             one = self._sessions[session] = SessionNeed(first, number=self._number)
             one.shared = tokens if first.group in self._mates else 0
-            self._members.setdefault(first.family, {})[session] = None
-            self._mates[first.group] = self._mates.get(first.group, 0) + 1
         elif not one.turns and one.begun:
             self._gaps.add(now - one.used_at)
             self._returned.add(1)
             one.learned = False
             if tokens > one.held:
                 self._growth.add(tokens - one.held)
+        self._enrol(session, one)
         one.said = said if said is not None else one.said
         one.turns += 1
         one.used_at = now
@@ -223,7 +228,7 @@ class KvAccount:
         if one is None:
             return
         one.turns = max(0, one.turns - 1)
-        one.used_at, one.begun = now, True
+        one.used_at, one.begun = now, one.begun or tokens > 0
         one.held = max(one.held, tokens)
         if not one.turns:
             self._idle[session] = None
@@ -235,15 +240,7 @@ class KvAccount:
         if one is None:
             return False
         self._idle.pop(session, None)
-        self._learn(one)
-        self._set(session, one, 0)
-        self._bequeath(session, one)
-        del self._members[one.first.family][session]
-        if not self._members[one.first.family]:
-            del self._members[one.first.family]
-        self._mates[one.first.group] -= 1
-        if not self._mates[one.first.group]:
-            del self._mates[one.first.group]
+        self._give_up(session, one)
         return True
 
     def demote(self, now: float) -> float | None:
@@ -256,14 +253,12 @@ class KvAccount:
                 return one.used_at + silent_s
             del self._idle[session]
             self._returned.add(0)
-            self._learn(one)
-            self._set(session, one, 0)
-            self._bequeath(session, one)
+            self._give_up(session, one)
         return None
 
     def without_session(self, tokens: int) -> None:
         """So many more tokens of requests that have no session; fewer: a negative number."""
-        self.claimed += tokens
+        self._without_session += tokens
 
     def reset(self) -> None:
         """The cache is gone, with all that was in it. What was learned stays."""
@@ -284,9 +279,10 @@ class KvAccount:
         for session, one in self._sessions.items():
             assert 0 <= one.shared <= one.held, f"{session} shares more than it has"
             assert one.turns or one.counted == 0 or session in self._idle, f"{session} claims for ever"
-            assert session in self._members[one.first.family]
-        assert sum(map(len, self._members.values())) == sum(self._mates.values()) == len(self._sessions)
-        assert self.claimed >= sum(counted.values())
+            claims = one.turns > 0 or session in self._idle
+            assert claims == (session in self._members.get(one.first.family, ())), f"{session} shares what is gone"
+        assert sum(map(len, self._members.values())) == sum(self._mates.values())
+        assert self.of_sessions == sum(counted.values())
         assert self.live == sum(one.live for one in self._sessions.values())
         assert all(one.live in (0, one.held - one.shared) for one in self._sessions.values())
 
@@ -303,7 +299,7 @@ class KvAccount:
             one.live = 0
         more = tokens - one.counted
         one.counted = tokens
-        self.claimed += more
+        self.of_sessions += more
         left = self._by_tenant.get(session[0], 0) + more
         if left:
             self._by_tenant[session[0]] = left
@@ -322,15 +318,34 @@ class KvAccount:
         if len(self._groups) > GROUPS_MAX:
             self._groups.popitem(last=False)
 
-    def _bequeath(self, session: Session, gone: SessionNeed) -> None:
-        """What a session computed and others share belongs to the one of them that shares most, if it claims anything."""
-        others = [each for each in self._members[gone.first.family] if each != session]
-        if not others:
+    def _enrol(self, session: Session, one: SessionNeed) -> None:
+        """It claims from now on."""
+        first = one.first
+        if session in self._members.get(first.family, ()):
             return
-        heir = max(others, key=lambda each: (self._sessions[each].counted > 0, self._sessions[each].shared))
-        one = self._sessions[heir]
-        passed = min(one.shared, gone.held) - gone.shared
-        if one.counted and passed > 0:
-            one.shared -= passed
-            gone.shared += passed
-            self._count(heir, one)
+        if first.family not in self._members:
+            # Nobody has what it shared.
+            one.shared = 0
+        self._members.setdefault(first.family, {})[session] = one
+        self._mates[first.group] = self._mates.get(first.group, 0) + 1
+
+    def _give_up(self, session: Session, one: SessionNeed) -> None:
+        """It claims nothing from now on. What it computed and others share belongs to the one that shares most."""
+        self._learn(one)
+        self._set(session, one, 0)
+        first, members = one.first, self._members.get(one.first.family, {})
+        if members.pop(session, None) is None:
+            return
+        self._mates[first.group] -= 1
+        if not self._mates[first.group]:
+            del self._mates[first.group]
+        if not members:
+            del self._members[first.family]
+            return
+        heir = max(members, key=lambda each: members[each].shared)
+        other = members[heir]
+        passed = min(other.shared, one.held) - one.shared
+        if passed > 0:
+            other.shared -= passed
+            one.shared += passed
+            self._count(heir, other)

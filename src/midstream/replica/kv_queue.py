@@ -70,7 +70,7 @@ class KvQueue:
         account = self.account
         if one.begun:
             return account.carries(one.session, one.tokens)
-        if not account.capacity or not account.claimed:
+        if not account.capacity or not account.of_sessions:
             return True
         return self._asks(one) <= account.room
 
