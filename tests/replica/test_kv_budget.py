@@ -507,3 +507,64 @@ def test_a_turn_that_was_refused_or_left_teaches_nothing() -> None:
         account.end_turn(session_of(f"s{n}"), 0, 0.0)
         account.end(session_of(f"s{n}"))
     assert account.asks(alone(9), 100) == 100
+
+
+def test_what_one_more_turn_costs_does_not_grow_with_what_waits() -> None:
+    """Judging all that wait at each arrival took 10 s for 4,096 of them."""
+    judged = 0
+
+    class Counted(KvAccount):
+        def asks(self, first: Beginning, tokens: int, said: int | None = None) -> int:
+            nonlocal judged
+            judged += 1
+            return super().asks(first, tokens, said)
+
+    account = Counted()
+    account.capacity = 100
+    queue = KvQueue(account, waiting_max=500)
+    account.begin(("", "runs"), alone(0), 90, 0.0)
+    for n in range(1, 401):
+        assert queue.join(Waiting(("", str(n)), alone(n), 50, None, 0, 0.0))
+        queue.admit(0.0)
+    assert judged < 5 * 400
+
+
+def test_turns_of_sessions_that_have_begun_are_bounded_too() -> None:
+    account = KvAccount()
+    account.capacity = 100
+    queue = KvQueue(account, waiting_max=2)
+    for name in ("old", "young"):
+        account.begin(("", name), alone(hash(name)), 50, 0.0)
+    account.end_turn(("", "old"), 90, 1.0)
+    account.end_turn(("", "young"), 60, 1.0)
+
+    def turn() -> Waiting:
+        return Waiting(("", "young"), alone(1), 70, None, 0, 2.0, begun=True)
+
+    assert all(queue.join(turn()) for _ in range(2))
+    with pytest.raises(Overloaded, match="turns of sessions"):
+        queue.join(turn())
+    # New ones have their own bound.
+    assert queue.join(Waiting(("", "new"), alone(5), 70, None, 0, 2.0))
+
+
+def test_a_turn_whose_gate_is_closed_stays_and_holds_up_nobody() -> None:
+    account = KvAccount()
+    account.capacity = 100
+    queue = KvQueue(account, waiting_max=9)
+    account.begin(("", "runs"), alone(0), 100, 0.0)
+    shut, order = [True], []
+    for name in ("swaps", "serves"):
+        turn = Waiting(("", name), alone(hash(name)), 60, None, 0, 0.0)
+        turn.shut = (lambda: shut[0]) if name == "swaps" else turn.shut
+        turn.go = lambda name=name: order.append(name)  # type: ignore[misc]
+        assert queue.join(turn)
+    account.end(("", "runs"))
+    queue.admit(1.0)
+    assert order == ["serves"]
+    account.end(("", "serves"))
+    queue.admit(2.0)
+    assert (order, len(queue)) == (["serves"], 1)
+    shut[0] = False
+    queue.admit(3.0)
+    assert order == ["serves", "swaps"]

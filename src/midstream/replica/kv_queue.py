@@ -8,7 +8,8 @@ Always holds:
 - Of equal priority and tenant, the one that came first goes first, also if a later one would fit. So no large one starves.
 - Between tenants the one that claims least goes first. Nobody is overtaken by more than OVERTAKEN of what was before it.
 - If no session claims anything, the first one begins, however large it is.
-- At most `waiting_max` wait. A further one gets 429.
+- At most `waiting_max` new ones wait, and as many turns of sessions that have begun. A further one gets 429.
+- A turn whose gate is closed for a swap stays, and holds up nobody.
 """
 
 from __future__ import annotations
@@ -32,8 +33,9 @@ RETRY_S_MAX = 60
 
 @dataclass(eq=False, slots=True)
 class Waiting:
-    """One turn. begun: its session has begun. ahead: tokens that were claimed or waited for before it. overtaken: by those that
-    came later."""
+    """One turn. shut: its gate would refuse it now, and not for long. over: nothing holds it any more. begun: its session has
+    begun. asked: what it would claim more, when it came. ahead: tokens that were claimed or waited for before it. overtaken: by
+    those that came later."""
 
     session: Session
     first: Beginning
@@ -43,7 +45,9 @@ class Waiting:
     came_at: float
     go: Callable[[], None] = lambda: None
     over: Callable[[], bool] = lambda: False
+    shut: Callable[[], bool] = lambda: False
     begun: bool = False
+    asked: int = 0
     ahead: int = 0
     overtaken: int = 0
 
@@ -54,6 +58,9 @@ class KvQueue:
         self._waiting_max = waiting_max
         # In the order in which they came.
         self._waiting: list[Waiting] = []
+        # Of these: those whose session has begun, and what all asked for.
+        self._begun = 0
+        self._asked = 0
         # Those that left without a turn: when they came, and when they left.
         self._left: OrderedDict[Session, tuple[float, float]] = OrderedDict()
         self.refused = 0
@@ -84,13 +91,17 @@ class KvQueue:
         """Whether it has to wait. Raises Overloaded. One that need not wait is to `begin` in the account at once."""
         if (one.begun or not self._waiting) and self.fits(one):
             return False
-        if len(self._waiting) >= self._waiting_max and not one.begun:
+        alike = self._begun if one.begun else len(self._waiting) - self._begun
+        if alike >= self._waiting_max:
             self.refused += 1
+            what = "turns of sessions" if one.begun else "new sessions"
             raise Overloaded(
-                f"{len(self._waiting)} new sessions wait for room in the KV cache, and more may not; retry it later",
+                f"{alike} {what} wait for room in the KV cache, and more may not; retry it later",
                 retry_after_s=min(RETRY_S_MAX, max(1, round(self._last_wait_s))),
             )
-        one.ahead = self.account.claimed + sum(map(self._asks, self._waiting))
+        one.asked, one.ahead = self._asks(one), self.account.claimed + self._asked
+        self._begun += one.begun
+        self._asked += one.asked
         came_at, left_at = self._left.pop(one.session, (one.came_at, one.came_at))
         if one.came_at - left_at <= PLACE_KEPT_S:
             one.came_at = came_at
@@ -100,15 +111,20 @@ class KvQueue:
     def leave(self, one: Waiting, now: float) -> None:
         """Its client left."""
         if one in self._waiting:
-            self._waiting.remove(one)
+            self._drop(one)
             self._left[one.session] = one.came_at, now
             if len(self._left) > PLACES_MAX:
                 self._left.popitem(last=False)
 
     def position(self, session: Session) -> int | None:
         """From 1; None: it does not wait."""
-        order = sorted(self._waiting, key=lambda one: (not one.begun, one.priority))
-        return next((at for at, one in enumerate(order, 1) if one.session == session), None)
+        found = self.find(session)
+        if found is None:
+            return None
+        own = not found.begun, found.priority
+        before = sum((not one.begun, one.priority) < own for one in self._waiting)
+        alike = (one for one in self._waiting if (not one.begun, one.priority) == own)
+        return before + 1 + next(at for at, one in enumerate(alike) if one is found)
 
     def find(self, session: Session) -> Waiting | None:
         """What of the session waits, if anything does."""
@@ -117,10 +133,9 @@ class KvQueue:
     def admit(self, now: float, *, everybody: bool = False) -> float | None:
         """Let in all that may begin now, or everybody. When the next claim may lapse by silence; None: none does."""
         due = self.account.demote(now)
-        for one in [each for each in self._waiting if everybody or each.over()]:
-            self._begin(one, now)
-        while self._waiting:
-            one = self._next()
+        if everybody:
+            self.wake(now, everybody=True)
+        while (one := self._next()) is not None:
             if not self.fits(one):
                 return due
             asked = self._asks(one)
@@ -132,17 +147,30 @@ class KvQueue:
                 self._begin(turn, now)
         return due
 
-    def _begin(self, one: Waiting, now: float) -> None:
+    def wake(self, now: float, *, everybody: bool = False) -> None:
+        """Let in whatever nothing holds any more, or everybody."""
+        for one in [each for each in self._waiting if everybody or each.over()]:
+            self._begin(one, now)
+
+    def _drop(self, one: Waiting) -> None:
         self._waiting.remove(one)
+        self._begun -= one.begun
+        self._asked -= one.asked
+
+    def _begin(self, one: Waiting, now: float) -> None:
+        self._drop(one)
         self.account.begin(one.session, one.first, one.tokens, now, one.said)
         one.go()
 
-    def _next(self) -> Waiting:
-        begun = [one for one in self._waiting if one.begun]
+    def _next(self) -> Waiting | None:
+        able = [one for one in self._waiting if not one.shut()]
+        begun = [one for one in able if one.begun] if self._begun else []
         if begun:
             return min(begun, key=lambda one: self.account.number(one.session))
-        priority = min(one.priority for one in self._waiting)
-        equals = [one for one in self._waiting if one.priority == priority]
+        priority = min((one.priority for one in able), default=0)
+        equals = [one for one in able if one.priority == priority]
+        if not equals:
+            return None
         firsts: dict[str, Waiting] = {}
         for one in equals:
             firsts.setdefault(one.session[0], one)
