@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 from replica_fakes import MODEL, FakeEngine, Running, running
 
-from midstream.core.headers import HEADER_EXPECTED_TOKENS, HEADER_SESSION
+from midstream.core.headers import EXPECTED_TOKENS_MAX, HEADER_EXPECTED_TOKENS, HEADER_SESSION
 from midstream.core.kv import KvStats
 from midstream.core.types import EngineStats
+from midstream.replica.gate import Door
 
 Asked = asyncio.Task[httpx.Response]
 
@@ -38,6 +40,12 @@ def ask(here: Running, key: str | None, says: str | None = None, **more: Any) ->
     headers |= {} if says is None else {HEADER_EXPECTED_TOKENS: says}
     body = {"model": MODEL, "prompt": f"hey {key}", "max_tokens": 3, **more}
     return asyncio.create_task(here.http.post("/v1/completions", json=body, headers=headers))
+
+
+def small(tmp_path: Path, **more: Any) -> AbstractAsyncContextManager[Running]:
+    """Its clock stands, so no claim lapses by silence while a test looks."""
+    given = {"engine": SmallCache(), "kv_budget": 1.0, "monotonic": lambda: 0.0, **more}
+    return running(tmp_path, **given)
 
 
 async def begun(here: Running, key: str, says: str) -> None:
@@ -64,7 +72,7 @@ async def reward(here: Running, key: str) -> None:
 
 @asynccontextmanager
 async def one_runs_and_one_waits(tmp_path: Path, **more: Any) -> AsyncIterator[tuple[Running, Asked]]:
-    async with asyncio.timeout(120), running(tmp_path, SmallCache(), kv_budget=1.0, **more) as here:
+    async with asyncio.timeout(120), small(tmp_path, **more) as here:
         await begun(here, "first", "60")
         waiting = ask(here, "second", "60")
         await waits(here, 1)
@@ -161,7 +169,7 @@ def test_a_trainer_that_aborts_everything_ends_what_waits(tmp_path: Path) -> Non
 
 def test_a_budget_of_zero_makes_nobody_wait(tmp_path: Path) -> None:
     async def main() -> None:
-        async with running(tmp_path, SmallCache(), kv_budget=0.0) as here:
+        async with small(tmp_path, kv_budget=0.0) as here:
             for key in "abc":
                 await begun(here, key, "90")
 
@@ -177,5 +185,93 @@ def test_a_header_that_is_no_number_is_refused_before_it_waits(tmp_path: Path) -
             assert (await waiting).status_code == 200
             assert here.replica.own.service is not None
             assert not here.replica.own.service.called
+
+    asyncio.run(main())
+
+
+def test_a_sync_swap_refuses_none_of_those_that_waited_before_it(tmp_path: Path) -> None:
+    """Each was let in to be refused, and freed the place of the next one: one swap emptied the queue."""
+
+    async def main() -> None:
+        async with one_runs_and_one_waits(tmp_path) as (here, waiting):
+            third = ask(here, "third", "60")
+            await waits(here, 2)
+            gate = here.replica.own.gate
+            gate.set(Door.CLOSED)
+            await close(here, "first")
+            # A newcomer is refused as ever.
+            assert (await ask(here, "fourth", "10")).status_code == 425
+            assert len(here.replica.budget.queue) == 2
+            gate.set(Door.OPEN)
+            assert (await waiting).status_code == 200
+            await close(here, "second")
+            assert (await third).status_code == 200
+            here.replica.budget.account.check()
+
+    asyncio.run(main())
+
+
+def test_a_gate_that_nobody_passes_any_more_refuses_what_waits_at_once(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with one_runs_and_one_waits(tmp_path) as (here, waiting):
+            here.replica.own.gate.set(Door.UNSOUND)
+            assert (await waiting).status_code == 503
+            assert here.replica.budget.account.claimed == 60
+
+    asyncio.run(main())
+
+
+def test_a_client_that_says_too_much_claims_no_more_than_one_context_can_have(tmp_path: Path) -> None:
+    async def main() -> None:
+        engine = SmallCache()
+        engine.info = msgspec.structs.replace(engine.info, max_model_len=40)
+        async with small(tmp_path, engine=engine) as here:
+            for key in "ab":
+                await begun(here, key, str(EXPECTED_TOKENS_MAX))
+
+    asyncio.run(main())
+
+
+def test_claims_of_silent_sessions_are_reported_as_free_where_nothing_waits(tmp_path: Path) -> None:
+    """Gateways place new sessions by it, also while this replica has no request that looks."""
+
+    async def main() -> None:
+        now = [0.0]
+        async with small(tmp_path, monotonic=lambda: now[0]) as here:
+            await begun(here, "first", "60")
+            assert here.replica.report().kv_waits.claimed_tokens == 60
+            now[0] = 1000.0
+            assert here.replica.report().kv_waits.claimed_tokens == 0
+
+    asyncio.run(main())
+
+
+def test_equal_prompts_that_may_not_share_kv_are_both_claimed(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with small(tmp_path) as here:
+            for key in "ab":
+                one = await ask(here, key, prompt="x" * 40, prompt_cache_isolation_key=key)
+                assert one.status_code == 200
+            assert here.replica.budget.account.live >= 80
+
+    asyncio.run(main())
+
+
+def test_a_turn_that_is_refused_leaves_the_claim_of_another_one_of_its_session(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with small(tmp_path) as here:
+            gate = here.replica.own.gate
+            gate.set(Door.HELD)
+            patient = ask(here, "both", "60")
+            await here.until(lambda: gate.waiting == 1)
+            refused = await here.http.post(
+                "/v1/completions",
+                json={"model": MODEL, "prompt": "hey both", "max_tokens": 3},
+                headers={HEADER_SESSION: "both", "x-fireworks-hot-load-drain-timeout": "0"},
+            )
+            assert refused.status_code == 425
+            assert here.replica.budget.account.claimed == 60
+            gate.set(Door.OPEN)
+            assert (await patient).status_code == 200
 
     asyncio.run(main())

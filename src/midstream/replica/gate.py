@@ -55,6 +55,8 @@ class Gate:
         self._requests_max = requests_max
         self._unsound = unsound
         self._paused = False
+        #: Is called when the door has moved.
+        self.on_move: Callable[[], None] = lambda: None
         self.inside = 0
         self.waiting = 0
         #: The choices of all requests inside or waiting.
@@ -86,6 +88,7 @@ class Gate:
 
     def _move(self) -> None:
         self.wake()
+        self.on_move()
         self._on_change()
 
     def check(self, choices: int) -> None:

@@ -135,6 +135,10 @@ class KvAccount:
     def room(self) -> int:
         return max(0, self.capacity - self.claimed)
 
+    def runs(self, session: Session) -> bool:
+        one = self._sessions.get(session)
+        return one is not None and one.turns > 0
+
     def of_tenant(self, tenant: str) -> int:
         """What its sessions claim."""
         return self._by_tenant.get(tenant, 0)

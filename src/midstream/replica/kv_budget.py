@@ -52,6 +52,8 @@ class KvTurn:
     resumed: bool = False
     #: A trainer ended it.
     over: Callable[[], bool] = lambda: False
+    #: Its gate would refuse it now, and not for long.
+    shut: Callable[[], bool] = lambda: False
     #: Of its place when it came, if it had to wait; and how long it waited.
     position: int = 0
     waited_s: float = 0.0
@@ -117,7 +119,7 @@ class KvBudget:
             return
         first = beginning(turn)
         self.account.demote(now)
-        one = Waiting(session, first, tokens, turn.said, turn.priority, now, over=turn.over)
+        one = Waiting(session, first, tokens, turn.said, turn.priority, now, over=turn.over, shut=turn.shut)
         one.begun = turn.resumed or session in self.account or self._known(session)
         if not self._open or not self.queue.join(one):
             self.account.begin(session, first, tokens, now, turn.said)
@@ -146,7 +148,7 @@ class KvBudget:
 
     def _over(self, session: Session, context: int) -> None:
         self.account.end_turn(session, context, self._monotonic())
-        if not self._known(session):
+        if not self._known(session) and not self.account.runs(session):
             # It was refused behind, or was closed meanwhile.
             self.account.end(session)
             self._ended(session)
@@ -174,7 +176,8 @@ class KvBudget:
             self._settle()
 
     def wake(self) -> None:
-        """A trainer has ended requests."""
+        """A trainer has ended requests, or a gate has moved."""
+        self.queue.wake(self._monotonic())
         self._settle()
 
     def reset(self) -> None:
@@ -213,6 +216,7 @@ class KvBudget:
 
     def report(self) -> KvWaits:
         account = self.account
+        account.demote(self._monotonic())
         return KvWaits(
             budget_tokens=account.capacity,
             claimed_tokens=account.claimed,
@@ -253,8 +257,8 @@ def beginning(turn: KvTurn) -> Beginning:
     return Beginning(hash((turn.apart, turn.prompt[:FAMILY_TOKENS])), hash((turn.apart, turn.prompt)))
 
 
-def expected_tokens(headers: Mapping[str, str]) -> int | None:
-    """What the client says that its session comes to. Raises InvalidRequest."""
+def expected_tokens(headers: Mapping[str, str], most: int = EXPECTED_TOKENS_MAX) -> int | None:
+    """What the client says that its session comes to. most: that a session can come to. Raises InvalidRequest."""
     given = headers.get(HEADER_EXPECTED_TOKENS)
     if given is None:
         return None
@@ -262,4 +266,4 @@ def expected_tokens(headers: Mapping[str, str]) -> int | None:
     if not 0 < tokens <= EXPECTED_TOKENS_MAX:
         message = f"{HEADER_EXPECTED_TOKENS}: expected 1 to {EXPECTED_TOKENS_MAX} tokens, got {given!r}"
         raise InvalidRequest(message, param=HEADER_EXPECTED_TOKENS)
-    return tokens
+    return min(tokens, most)

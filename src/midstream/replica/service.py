@@ -27,7 +27,6 @@ from msgspec.structs import replace
 from midstream.core.errors import InvalidRequest
 from midstream.core.headers import (
     HEADER_BOOT,
-    HEADER_EXPECTED_TOKENS,
     HEADER_HISTORY,
     HEADER_MODEL,
     HEADER_PLACED,
@@ -157,6 +156,7 @@ class Service(Surroundings):
 
     def __post_init__(self) -> None:
         self._reader = PromptReader(self.text, self.info, self.kept.jobs)
+        self.gate.on_move = self.kept.budget.wake
         #: The names of the model that ask for no snapshot.
         self._plain_names = {name for name in self.names.accepted() if "@" not in name and "#" not in name}
         #: There are requests that the engine cannot serve, by its card.
@@ -260,14 +260,16 @@ class Service(Surroundings):
 
     def _kv_turn(self, ready: _Ready, headers: Mapping[str, str], called: Called) -> KvTurn:
         """Raises InvalidRequest."""
+        checked = ready.work.checked
         return KvTurn(
             ready.session,
             max((prompt.token_ids for prompt in ready.work.prompts), key=len, default=()),
-            apart=f"{headers.get(HEADER_TENANT, '')} {self.policy}",
-            said=expected_tokens(headers) if HEADER_EXPECTED_TOKENS in headers else None,
-            priority=ready.work.checked.priority,
+            apart="\0".join((*self._owner(checked, headers), self.policy)),
+            said=expected_tokens(headers, self.info.max_model_len),
+            priority=checked.priority,
             resumed=ready.continued is not None,
-            over=lambda: called.over,
+            over=lambda: called.over or self.gate.door in (gate.Door.DOWN, gate.Door.UNSOUND),
+            shut=lambda: self.gate.door is gate.Door.CLOSED,
         )
 
     async def _ready(
@@ -458,10 +460,13 @@ class Service(Surroundings):
         too_old = self.namespaces.kv_age_max is not None and not ages_are_kept(self.info)
         if not checked.prompt_cache or too_old:
             return os.urandom(16)
-        owner = (headers.get(HEADER_TENANT, ""), checked.isolation_key or headers.get(HEADER_ISOLATION, ""))
         namespace = self.namespaces.admit(session) if older is None else self.namespaces.resets
         own = "" if older is None else self.pins.salt_of(older)
-        return cache_salt(namespace, *owner, (self.policy or self.names.model) + own)
+        return cache_salt(namespace, *self._owner(checked, headers), (self.policy or self.names.model) + own)
+
+    def _owner(self, checked: Checked, headers: Mapping[str, str]) -> tuple[str, str]:
+        """Whose KV it may use: a tenant's, and under which key."""
+        return headers.get(HEADER_TENANT, ""), checked.isolation_key or headers.get(HEADER_ISOLATION, "")
 
 
 def session_of(checked: Checked, headers: Mapping[str, str]) -> Session | None:
