@@ -29,7 +29,8 @@ COVERED = 0.75
 #: How long a session may be silent before it loses its claim: twice what covers this share of the times between two turns.
 RETURNED = 0.95
 SILENT_S_MIN, SILENT_S_MAX = 5.0, 300.0
-#: Where fewer of the silent sessions have come back, of so many at least, a turn is the last one: nothing is kept for another.
+#: Where a smaller share of turns had a next one, of so many at least, a turn is the last one: nothing is kept for another, and
+#: a session claims what it has.
 COMES_BACK, JUDGED_FROM = 0.1, 4
 
 
@@ -104,7 +105,7 @@ class KvAccount:
         self._members: dict[int, dict[Session, SessionNeed]] = {}
         self._mates: dict[int, int] = {}
         self._finals, self._gaps, self._growth = Recent(), Recent(), Recent()
-        # Whether a session came back: 1 or 0.
+        # Whether a turn had a next one: 1 or 0.
         self._returned = Recent()
         self._by_tenant: dict[str, int] = {}
 
@@ -153,6 +154,9 @@ class KvAccount:
         """What a session comes to that has so many tokens now."""
         if said is not None:
             return self._within(max(said, tokens))
+        if not self._comes_back():
+            # The engine itself divides the cache among turns that run.
+            return self._within(tokens)
         of_group = self._groups.get(first.group)
         finals = self._finals if of_group is None or len(of_group) < GROUP_KNOWN_FROM else of_group
         final = finals.quantile(COVERED, above=tokens)
@@ -169,9 +173,12 @@ class KvAccount:
 
     def silent_s(self) -> float:
         """So long a session may be silent."""
-        if len(self._returned) >= JUDGED_FROM and not self._returned.quantile(1 - COMES_BACK):
+        if not self._comes_back():
             return 0.0
         return min(max(2 * (self._gaps.quantile(RETURNED) or 0.0), SILENT_S_MIN), SILENT_S_MAX)
+
+    def _comes_back(self) -> bool:
+        return len(self._returned) < JUDGED_FROM or bool(self._returned.quantile(1 - COMES_BACK))
 
     # -- turns
 
@@ -243,7 +250,9 @@ class KvAccount:
         one = self._sessions.pop(session, None)
         if one is None:
             return False
-        self._idle.pop(session, None)
+        if session in self._idle:
+            del self._idle[session]
+            self._returned.add(0)
         self._give_up(session, one)
         return True
 
