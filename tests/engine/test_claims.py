@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from tiers import examples
 from midstream.core.kv import KvStats
 from midstream.core.types import GenerateRequest, SamplingParams
 from midstream.engine.embedded.blocks import BlockPool
-from midstream.engine.embedded.claims import BRANCHES_MAX
+from midstream.engine.embedded.claims import BRANCHES_MAX, SPARE, Claims, SessionClaim
 from midstream.engine.embedded.scheduler import Scheduler, Sequence
 
 BLOCK = 4
@@ -217,6 +218,39 @@ def test_a_preempted_sequence_finds_its_blocks_if_nothing_else_needs_them() -> N
             if one.generated >= 4 and not one.done:
                 bed.scheduler.remove(one)
     bed.check()
+
+
+def test_what_is_given_up_next_is_found_without_a_look_at_all_sessions() -> None:
+    """With a key each and no end, an hour leaves up to 100,000, and each turn looked at all of them."""
+
+    class Blind(Claims):
+        def __iter__(self) -> Iterator[SessionClaim]:
+            raise AssertionError("it looks at all claims")
+
+    bed = Bed(20)
+    bed.scheduler.claims = Blind(bed.pool)
+    for n in range(60):
+        sequence = bed.begin(f"s{n % 30}", prompt_of(n % 30, 12 + n // 30))
+        while sequence.generated == 0:
+            bed.step()
+        bed.scheduler.remove(sequence)
+        bed.now += 1.0
+        bed.pool.check()
+    # As many lines as there are claims, however many turns there were.
+    for _ in range(300):
+        sequence = bed.begin("s0", prompt_of(0, 13))
+        while sequence.generated == 0:
+            bed.step()
+        bed.scheduler.remove(sequence)
+    assert bed.scheduler.claims.entries <= 4 * 31 + 2 * SPARE
+
+
+def test_single_turns_leave_no_claims() -> None:
+    bed = Bed(20)
+    for n in range(30):
+        bed.turn(f"s{n}", prompt_of(n, 12), kept_s=0.0)
+    kv = bed.kv()
+    assert (kv.held, kv.evicted_tokens, list(bed.scheduler.claims)) == (0, 0, [])
 
 
 class ClaimsMachine(RuleBasedStateMachine):

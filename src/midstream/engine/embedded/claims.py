@@ -11,9 +11,11 @@ Always holds:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
+from heapq import heapify, heappop, heappush
+from itertools import count, takewhile
 from typing import Protocol
 
 from midstream.engine.embedded.blocks import Prefix
@@ -21,6 +23,8 @@ from midstream.engine.embedded.blocks import Prefix
 #: Of one session: its own history, and those of agents beside it under the same key.
 BRANCHES_MAX = 4
 CLAIMS_MAX = 100_000
+#: Entries of claims that are over stay in the lines of claims up to twice the number of claims, and so many more.
+SPARE = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +65,11 @@ class Claims:
         # The oldest claim of a session first. Sessions in the order of their last change.
         self._of: dict[str, list[SessionClaim]] = {}
         self._victim: SessionClaim | None = None
+        # By when they are overdue, and by when they are expected, the last first.
+        self._overdue: list[tuple[float, int, SessionClaim]] = []
+        self._expected: list[tuple[float, int, SessionClaim]] = []
+        self._numbers = count()
+        self._alive = 0
         self.needed_again = 0
         self.missing = 0
 
@@ -69,6 +78,11 @@ class Claims:
 
     def __iter__(self) -> Iterator[SessionClaim]:
         return (claim for claims in self._of.values() for claim in claims)
+
+    @property
+    def entries(self) -> int:
+        """In both lines."""
+        return len(self._overdue) + len(self._expected)
 
     def take_up(self, session: str, salt: bytes, matched: Sequence[Prefix], levels: int) -> None:
         """A turn begins. matched: the blocks that it reuses. levels: the full blocks of its prompt.
@@ -99,6 +113,8 @@ class Claims:
                 self._end(before)
         claims = self._of.pop(session, [])
         self._of[session] = [*claims, claim]
+        self._alive += 1
+        self._line_up(claim)
         if len(claims) == BRANCHES_MAX:
             self._end(claims[0])
         if len(self._of) > CLAIMS_MAX:
@@ -113,8 +129,7 @@ class Claims:
         """Give up claims until the pool has a block to give, if one of them can bring that about."""
         while not self._pool.gives:
             if self._victim is None or self._victim.over or not self._victim.path:
-                left = (claim for claim in self if claim.path)
-                self._victim = min(left, key=lambda claim: _place_in_line(claim, now), default=None)
+                self._victim = self._next(now)
                 if self._victim is None:
                     return
             place = self._victim.path.pop()
@@ -124,6 +139,7 @@ class Claims:
 
     def _end(self, claim: SessionClaim, *, ended: bool = False) -> None:
         claim.over = True
+        self._alive -= 1
         self.missing -= claim.blocks - len(claim.path)
         for place in claim.path:
             if place.kept:
@@ -132,6 +148,22 @@ class Claims:
         claims.remove(claim)
         if not claims:
             del self._of[claim.session]
+
+    def _line_up(self, claim: SessionClaim) -> None:
+        number = next(self._numbers)
+        for line, at in ((self._overdue, claim.overdue_at), (self._expected, -claim.expected_at)):
+            heappush(line, (at, number, claim))
+            if len(line) > 2 * self._alive + SPARE:
+                line[:] = [entry for entry in line if not entry[2].over and entry[2].path]
+                heapify(line)
+
+    def _next(self, now: float) -> SessionClaim | None:
+        for line, at_most in ((self._overdue, now), (self._expected, math.inf)):
+            while line and (line[0][2].over or not line[0][2].path):
+                heappop(line)
+            if line and line[0][0] <= at_most:
+                return line[0][2]
+        return None
 
     def _drop_gone(self, claim: SessionClaim) -> None:
         """Places leave the cache with all below them, so those that are gone are the last ones."""
@@ -143,9 +175,3 @@ class Claims:
 def _salt(first: Prefix) -> bytes:
     assert first.parent is not None
     return first.parent.tokens
-
-
-def _place_in_line(claim: SessionClaim, now: float) -> tuple[bool, float]:
-    """The least is given up first."""
-    overdue = claim.overdue_at <= now
-    return not overdue, claim.overdue_at if overdue else -claim.expected_at

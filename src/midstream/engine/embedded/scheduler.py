@@ -436,7 +436,7 @@ class Scheduler:
 
     def _release(self, seq: Sequence, expected_s: float | None = None) -> None:
         request = seq.request
-        if request.session and seq.path:
+        if request.session and seq.path and request.kept_s:
             expected_s = request.returns_s if expected_s is None else expected_s
             returns = Return(expected_s, request.kept_s)
             self.claims.add(request.session, seq.path, returns, self._clock())
