@@ -22,6 +22,21 @@ def test_the_blocks_of_a_server_are_read_from_its_metrics() -> None:
     assert used_by(kv, [10**9]).used == 1024
 
 
+def test_a_model_with_several_kinds_of_blocks_is_read_in_tokens() -> None:
+    """The block size is that of the smallest kind, so blocks times size is far too little (vllm#51163)."""
+    text = 'vllm:cache_config_info{block_size="4",kv_cache_size_tokens="1553140",num_gpu_blocks="643"} 1.0'
+    assert read_capacity(text.encode()).capacity_tokens == 1553140
+    text = text.replace("1553140", "None")
+    assert read_capacity(text.encode()).capacity_tokens == 642 * 4
+
+
+def test_a_cache_that_could_not_hold_one_whole_context_is_unknown() -> None:
+    """vLLM does not start with one. Believing it would let one session run at a time."""
+    text = 'vllm:cache_config_info{block_size="4",num_gpu_blocks="643"} 1.0'
+    assert read_capacity(text.encode(), least=4096) == KvStats()
+    assert read_capacity(LINE.encode(), least=16384).capacity_tokens == 16384
+
+
 @pytest.mark.parametrize(
     "text",
     [

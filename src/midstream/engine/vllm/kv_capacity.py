@@ -20,26 +20,29 @@ _LABEL = re.compile(rb'(\w+)="([^"]*)"')
 TOKENS_MAX = 2**40
 
 
-async def kv_of_server(url: str, headers: str, timeout_s: float) -> KvStats:
-    """Nothing of it is used yet."""
+async def kv_of_server(url: str, headers: str, timeout_s: float, least: int) -> KvStats:
+    """Nothing of it is used yet. least: as of read_capacity."""
     try:
         answer = await call(url, "GET", PATH, None, timeout_s, headers)
     except CallFailed:
         return KvStats()
-    return read_capacity(answer.body) if answer.status == 200 else KvStats()
+    return read_capacity(answer.body, least) if answer.status == 200 else KvStats()
 
 
-def read_capacity(metrics: bytes) -> KvStats:
-    """Of several engines, the blocks together."""
+def read_capacity(metrics: bytes, least: int = 1) -> KvStats:
+    """Of several engines, the blocks together. least: tokens that vLLM would not have started without.
+
+    Models with several kinds of blocks show the size of the smallest kind, and newer servers the tokens besides."""
     total = size = 0
     for line in _CACHE.finditer(metrics):
         labels = dict(_LABEL.findall(line[1]))
         blocks, tokens = (_number(labels.get(name, b"")) for name in (b"num_gpu_blocks", b"block_size"))
+        if tokens and (held := _number(labels.get(b"kv_cache_size_tokens", b""))):
+            blocks = held // tokens + 1
         total, size = total + blocks, tokens
-    if not 0 < total * size <= TOKENS_MAX:
-        return KvStats()
     # One block of vLLM is never given out.
-    return KvStats(block_tokens=size, total=max(1, total - 1))
+    kv = KvStats(block_tokens=size, total=max(0, total - 1))
+    return kv if kv.total and least <= total * size <= TOKENS_MAX else KvStats()
 
 
 def _number(text: bytes) -> int:

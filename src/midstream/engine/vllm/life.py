@@ -183,7 +183,7 @@ class ServerLife(ServerProofs):
             await self._server.start()
             url, headers = self._server.url, self._server.headers
             named = self._server.names_weights
-            self._kv_cache = await kv_of_server(url, headers, HEALTH_S_MAX)
+            self._kv_cache = await kv_of_server(url, headers, HEALTH_S_MAX, self._server.max_model_len)
             self._control = Control(
                 url, headers, self._settings.load_s_max, self._watch.held_up, versions=named
             )
