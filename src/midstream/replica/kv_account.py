@@ -128,11 +128,6 @@ class KvAccount:
         return sum(one.held - one.shared for one in self._sessions.values() if not one.turns)
 
     @property
-    def turns(self) -> int:
-        """That run."""
-        return sum(one.turns for one in self._sessions.values())
-
-    @property
     def room(self) -> int:
         return max(0, self.capacity - self.claimed)
 
@@ -293,7 +288,9 @@ class KvAccount:
             assert 0 <= one.shared <= one.held, f"{session} shares more than it has"
             assert one.turns or one.counted == 0 or session in self._idle, f"{session} claims for ever"
             claims = one.turns > 0 or session in self._idle
-            assert claims == (session in self._members.get(one.first.family, ())), f"{session} shares what is gone"
+            assert claims == (session in self._members.get(one.first.family, ())), (
+                f"{session} shares what is gone"
+            )
         assert sum(map(len, self._members.values())) == sum(self._mates.values())
         assert self.of_sessions == sum(counted.values())
         assert self.live == sum(one.live for one in self._sessions.values())
