@@ -590,3 +590,28 @@ def test_a_turn_whose_gate_is_closed_stays_and_holds_up_nobody() -> None:
     shut[0] = False
     queue.admit(3.0)
     assert order == ["serves", "swaps"]
+
+
+def test_what_an_engine_says_late_of_a_session_that_was_silent_changes_nothing() -> None:
+    account = KvAccount()
+    account.capacity = 100
+    account.begin(session_of("s"), alone(1), 10, 0.0)
+    account.end_turn(session_of("s"), 0, 0.0)
+    account.demote(1000.0)
+    account.found(session_of("s"), 5)
+    account.check()
+    assert account.claimed == 0
+
+
+def test_a_turn_from_before_a_session_was_closed_may_end_before_or_behind_its_new_one() -> None:
+    account = KvAccount()
+    account.capacity = 100
+    account.begin(session_of("s"), alone(1), 10, 0.0)
+    account.end(session_of("s"))
+    account.begin(session_of("s"), alone(1), 10, 1.0)
+    account.end_turn(session_of("s"), 20, 2.0)
+    account.demote(1000.0)
+    account.end_turn(session_of("s"), 30, 1000.0)
+    account.check()
+    account.demote(2000.0)
+    assert account.claimed == 0

@@ -222,10 +222,12 @@ class KvAccount:
     def found(self, session: Session, cached: int) -> None:
         """The engine says how much of the prompt it had. At its first turn that is others'."""
         one = self._sessions.get(session)
-        if one is not None and not one.begun:
-            one.begun = True
-            alone = len(self._members[one.first.family]) == 1
-            one.shared = 0 if alone else min(max(cached, one.shared), one.held)
+        if one is None or one.begun:
+            return
+        one.begun = True
+        members = self._members.get(one.first.family, {})
+        if session in members:
+            one.shared = 0 if len(members) == 1 else min(max(cached, one.shared), one.held)
             self._count(session, one)
 
     def end_turn(self, session: Session, tokens: int, now: float) -> None:
@@ -233,6 +235,8 @@ class KvAccount:
         one = self._sessions.get(session)
         if one is None:
             return
+        # A turn of a session that was closed and began again may end first.
+        self._enrol(session, one)
         one.turns = max(0, one.turns - 1)
         one.used_at, one.begun = now, one.begun or tokens > 0
         one.held = max(one.held, tokens)
