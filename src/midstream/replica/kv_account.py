@@ -128,6 +128,11 @@ class KvAccount:
         return sum(one.held - one.shared for one in self._sessions.values() if not one.turns)
 
     @property
+    def turns(self) -> int:
+        """That run. Simulated histories look at it."""
+        return sum(one.turns for one in self._sessions.values())
+
+    @property
     def room(self) -> int:
         return max(0, self.capacity - self.claimed)
 
