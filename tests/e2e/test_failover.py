@@ -287,7 +287,7 @@ class Agent:
     def __init__(self, http: httpx.AsyncClient, model: str, number: int) -> None:
         self._http = http
         self._headers = {"x-session-id": f"agent {number}"}
-        self._body = {"model": model, "tools": TOOLS, "tool_choice": "required", "max_tokens": TOKENS // 4}
+        self._body = {"model": model, "tools": TOOLS, "tool_choice": "required", "max_tokens": TOKENS}
         self._messages: list[dict[str, Any]] = [{"role": "user", "content": f"Which way, {number}?"}]
         self.replicas: list[str] = []
 

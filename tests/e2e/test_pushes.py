@@ -95,7 +95,8 @@ def test_pushed_weights_serve_with_true_labels_and_the_numbers_of_the_same_files
 ) -> None:
     trained = tiny_model(seed=1)
     before = label_of(server)
-    running = [Stream(server, seed, 3500) for seed in range(4)]
+    # Many, so that each is slow enough to outlast the load.
+    running = [Stream(server, seed, 3500) for seed in range(12)]
 
     def begin(phase: str) -> None:
         """When the tensors are there, and nothing serves them yet: so the streams cross the switch on any machine."""
@@ -142,10 +143,13 @@ def test_pushed_weights_are_in_the_bucket_and_a_replica_that_starts_later_has_th
     wait_for(lambda: serving(server, "pushed-2") == 3, "the third replica never served the pushed weights")
     answered = {answered_by(server, seed) for seed in range(64)}
     assert answered == {"replica-0", "replica-1", "replica-2"}
-    # Then those that have it die.
-    for pid in replica_pids(server):
+    # Then those that have it die. A request that met the death of two would be refused from then on.
+    dying = {*replica_pids(server)}
+    for pid in dying:
         os.kill(pid, signal.SIGKILL)
-    wait_for(lambda: sampled(server, check=False) == told, "what served before does not serve again")
+    wait_for(lambda: len({*replica_pids(server)} - dying) == 3, "the replicas were not started again")
+    wait_for(lambda: serving(server, "pushed-2") == 3, "what served before does not serve again")
+    assert sampled(server) == told
     httpx.patch(place, params=mask, json={"minReplicaCount": 2, "maxReplicaCount": 2}).raise_for_status()
     wait_for(lambda: serving(server, "pushed-2") == 2, "the third replica stays, or another is not back")
 

@@ -21,7 +21,9 @@ DRAIN_S = 300.0
 DEADLINE_S = 150.0
 ATTEMPTS = 4
 # Tokens.
-LONG = 3000
+LONG = 4000
+#: A stream with these is slow enough to outlast a swap.
+SLOW: dict[str, Any] = {"logprobs": True, "top_logprobs": 20}
 ENDLESS = 30_000
 
 
@@ -191,8 +193,8 @@ def test_a_replica_waits_for_its_pinned_stream_while_the_other_one_switches(
         before = next(iter(serving(publisher).values()))
         assert before is not None
         step = steps.put()
-        pinned = Stream(server, wanting(snapshot=before), LONG).begin()
-        free = Stream(server, {}, LONG).begin()
+        pinned = Stream(server, wanting(snapshot=before), LONG, **SLOW).begin()
+        free = Stream(server, {}, LONG, **SLOW).begin()
         publisher.snapshots.signal(step)
         until(lambda: step in serving(publisher).values())  # noqa: B023
         at = serving(publisher)
