@@ -25,7 +25,7 @@ LINES_MAX = {
     "core": 5365,
     "dashboard": 5,
     "engine": 14775,
-    "fleet": 6075,
+    "fleet": 6080,
     "http": 2625,
     "integrations": 1235,
     "launch": 4025,

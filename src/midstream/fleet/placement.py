@@ -1,11 +1,11 @@
 """Which replica a request goes to: pure decisions, explained.
 
 A known session stays where its KV cache is. A new session goes to the highest of its rendezvous-hash candidates that is not
-overloaded. If the next one has clearly more room in its KV cache, or else clearly fewer sessions, it goes there. So sessions
-are balanced as by a table, and gateways agree as by a hash. A request without a session goes where its prompt's beginning is
-cached, if that replica is not overloaded. Else it goes to the replica with the least load. Other requests with that beginning
-may be running, as in a group of samples of one prompt. Then following gives the replica no more than its even share of the
-load.
+overloaded. If one is half full and the next one has clearly more room in its KV cache, or else clearly fewer sessions, it goes
+there. So sessions are balanced as by a table, and gateways agree as by a hash. A request without a session goes where its
+prompt's beginning is cached, if that replica is not overloaded. Else it goes to the replica with the least load. Other requests
+with that beginning may be running, as in a group of samples of one prompt. Then following gives the replica no more than its
+even share of the load.
 
 Always holds:
 - Same session, same replica, while that replica is usable. When it is not, only its sessions move, and they stay where
@@ -39,8 +39,8 @@ ARRAYS_FROM = 48
 _Ranked = tuple[int, int, int]
 # By how much a number of sessions is clearly smaller: absolute, and as a share.
 CLEARLY, CLEARLY_SHARE = 1, 0.02
-# By how much of its KV budget a replica is clearly less filled.
-CLEARLY_FILLED = 0.05
+# By how much of its KV budget a replica is clearly less filled, and from where on that matters.
+CLEARLY_FILLED, FILLED_FROM = 0.05, 0.5
 # Requests over the limit, for a prompt that would have to be computed anywhere else.
 FOLLOW_SLACK = 2
 _load, _place = attrgetter("load"), attrgetter("place")
@@ -218,7 +218,9 @@ class Fleet(Generic[M]):
         knows before another."""
         if len(best) > 1:
             first, second = (self._replicas[one[0]].kv_filled for one in best)
-            if first is not None and second is not None and abs(first - second) > CLEARLY_FILLED:
+            if first is None or second is None:
+                first = second = 0.0
+            if max(first, second) > FILLED_FROM and abs(first - second) > CLEARLY_FILLED:
                 return best[first > second]
         filled = [sessions.get(self.members[one[0]].name, 0) / self._weights[one[0]] for one in best]
         if len(best) > 1 and filled[0] > filled[1] * (1 + CLEARLY_SHARE) + CLEARLY:
