@@ -724,7 +724,7 @@ class FakeVllm:
             case "midstream_close_tee":
                 self._places = None
                 seen = [
-                    {"first": rank == 0, "missing": self.unseen, "digests": {"a": "1"}}
+                    {"first": rank == 0, "missing": self.unseen, "digests": {"a": "1"}, "parts": {}}
                     for rank in range(self.ranks)
                 ]
                 if self.torn is not None:

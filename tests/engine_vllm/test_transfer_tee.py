@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import sys
+import threading
 from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -15,6 +16,7 @@ import torch
 
 from midstream.engine.vllm.arguments import WORKER_DIR
 from midstream.engine.vllm.in_place import _unlike
+from midstream.snapshots.content import PART_BYTES
 
 TENSORS = {"a": torch.arange(6, dtype=torch.float32), "b": torch.arange(4, dtype=torch.bfloat16)}
 PLACES = {"a": [8, 32], "b": [0, 8]}
@@ -52,8 +54,14 @@ class Rank:
             if set(self.loaded) == self._uses:
                 break
 
-    def take(self, path: Path, tensors: dict[str, Any]) -> dict[str, Any]:
-        self._methods.midstream_open_tee(self, str(path), PLACES)
+    def take(
+        self,
+        path: Path,
+        tensors: dict[str, Any],
+        places: dict[str, list[int]] = PLACES,
+        part_bytes: int = PART_BYTES,
+    ) -> dict[str, Any]:
+        self._methods.midstream_open_tee(self, str(path), places, part_bytes)
         self.weight_transfer_engine.model.load_weights(iter(tensors.items()))
         seen: dict[str, Any] = self._methods.midstream_close_tee(self)
         return seen
@@ -73,7 +81,9 @@ def test_the_first_rank_writes_the_file_and_every_rank_says_what_it_was_given(
     seen = [rank.take(file if rank.rank == 0 else tmp_path / "none", TENSORS) for rank in ranks]
     assert file.read_bytes() == raw(TENSORS["b"]) + raw(TENSORS["a"])
     digests = {name: hashlib.sha256(raw(tensor)).hexdigest() for name, tensor in TENSORS.items()}
-    assert seen == [{"first": first, "missing": [], "digests": digests} for first in (True, False)]
+    assert seen == [
+        {"first": first, "missing": [], "digests": digests, "parts": {}} for first in (True, False)
+    ]
     assert _unlike(seen) is None
     # What is loaded otherwise passes as it is.
     ranks[0].weight_transfer_engine.model.load_weights(iter({"other": TENSORS["a"]}.items()))
@@ -93,5 +103,39 @@ def test_a_server_of_one_rank_digests_nothing_a_second_time(tmp_path: Path, exte
     file = tmp_path / "file"
     file.touch()
     seen = Rank(extension, 0, 1).take(file, {"a": TENSORS["a"]})
-    assert seen == {"first": True, "missing": ["b"], "digests": {}}
+    assert seen == {"first": True, "missing": ["b"], "digests": {}, "parts": {}}
     assert _unlike([seen]) == "in a way that cannot be seen: b"
+
+
+@pytest.mark.parametrize("gap", [False, True])
+def test_the_first_rank_digests_the_parts_of_the_file_that_are_whole(
+    tmp_path: Path, extension: ModuleType, *, gap: bool
+) -> None:
+    file = tmp_path / "file"
+    file.write_bytes(bytes(4))
+    tensors = {name: torch.arange(at, at + 10, dtype=torch.uint8) for at, name in enumerate("abc")}
+    # The first byte that comes is the fifth: parts 1 to 3 of 8 bytes are whole, unless the second tensor leaves bytes out.
+    places = {"a": [4, 14], "b": [14, 24], "c": [24, 34]}
+    if gap:
+        places |= {"b": [15, 25], "c": [25, 35]}
+    seen = Rank(extension, 0, 1).take(file, tensors, places, 8)
+    data = file.read_bytes()
+    whole = [] if gap else [8, 16, 24]
+    assert seen["parts"] == {str(at): hashlib.sha256(data[at : at + 8]).hexdigest() for at in whole}
+    assert seen["missing"] == []
+
+
+def test_digests_hold_few_tensors_in_memory(extension: ModuleType) -> None:
+    go = threading.Event()
+
+    def slow(number: int) -> str:
+        go.wait()
+        return str(number)
+
+    digester = extension._Digester(1)
+    futures = [digester.submit(slow, number) for number in range(2)]
+    # A third one would wait.
+    assert not digester._room.acquire(blocking=False)
+    go.set()
+    assert [future.result() for future in [*futures, digester.submit(slow, 2)]] == ["0", "1", "2"]
+    digester.close()

@@ -58,7 +58,7 @@ class Bed:
         await self.fence.hold(SOON_S)
         if phase == "held":
             return
-        await self.fence.write({"names": ["a"], "number": 1}, Tee(file, {"a": (0, 8)}), SOON_S)
+        await self.fence.write({"names": ["a"], "number": 1}, Tee(file, {"a": (0, 8)}, 8), SOON_S)
         if phase == "uncertain":
             return
         await self.fence.finish(SOON_S)
@@ -581,7 +581,7 @@ class Bare:
         await self._passes(path)
 
     async def ask_workers(self, method: str, arguments: object, within_s: float) -> list[dict[str, Any]]:
-        return [{"first": True, "missing": [], "digests": {}}]
+        return [{"first": True, "missing": [], "digests": {}, "parts": {}}]
 
     def kill(self, reason: str) -> None:
         self.boot.end(reason)
@@ -632,7 +632,7 @@ class Bare:
         assert fence.phase is phase
 
 
-TEE = Tee(Path("file"), {"a": (0, 8)})
+TEE = Tee(Path("file"), {"a": (0, 8)}, 8)
 #: What others do, whatever the fence does. All but `switch` and `restart` belong to some group, perhaps one that is over.
 DEEDS: dict[str, Callable[[Bare], Coroutine[Any, Any, None] | None]] = {
     "join": lambda here: here.fence.join({}, SOON_S),

@@ -124,7 +124,7 @@ class InPlace:
             return [None] * self.ranks
         assert method == CLOSE_TEE
         self._tee = None
-        return [{"first": not rank, "missing": [], "digests": {}} for rank in range(self.ranks)]
+        return [{"first": not rank, "missing": [], "digests": {}, "parts": {}} for rank in range(self.ranks)]
 
     async def _transfer(self, path: str, body: Any) -> None:
         await asyncio.sleep(self._engine.slow_s(CALL_S))

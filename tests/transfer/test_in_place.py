@@ -32,11 +32,14 @@ from midstream.core.transfer import (
 from midstream.core.types import Content
 from midstream.engine.base import InPlaceWeights, Tee, TransferFailed, TransferRefused
 from midstream.replica.transfer import Transfers
-from midstream.snapshots.content import directory_content
+from midstream.snapshots import content
+from midstream.snapshots.content import directory_content, part_digest
 from midstream.snapshots.layout import CONFIG_FILE, WEIGHTS_FILE, read_spec
 from midstream.snapshots.store.cache import SnapshotCache
+from midstream.transfer import in_place
 from midstream.transfer.files import UpdateFiles
 from midstream.transfer.in_place import InPlaceReceiver, tensors_of
+from midstream.transfer.layout import ALIGNMENT
 
 TENSORS = {"a": np.arange(6, dtype=np.float32).reshape(2, 3), "b": np.arange(4, dtype=np.uint8)}
 INFO = {"names": ["b", "a"], "dtype_names": ["uint8", "float32"], "shapes": [[4], [2, 3]], "more": 1}
@@ -56,6 +59,8 @@ class FakeWeights(InPlaceWeights):
         self.blocked = ""
         self.goes_on = asyncio.Event()
         self.info: Any = None
+        # Where the parts begin that it digests.
+        self.digested: list[int] = []
 
     async def _step(self, name: str) -> None:
         self.calls.append(name)
@@ -75,7 +80,7 @@ class FakeWeights(InPlaceWeights):
     async def hold(self, within_s: float) -> None:
         await self._step("hold")
 
-    async def write(self, update_info: Any, tee: Tee, within_s: float) -> None:
+    async def write(self, update_info: Any, tee: Tee, within_s: float) -> Mapping[int, bytes]:
         self.info = update_info
         with tee.path.open("r+b") as file:
             for name, (begin, end) in tee.places.items():
@@ -84,6 +89,8 @@ class FakeWeights(InPlaceWeights):
                 file.seek(begin)
                 file.write(data)
         await self._step("write")
+        with tee.path.open("rb") as file:
+            return {at: part_digest(file.fileno(), at, at + tee.part_bytes) for at in self.digested}
 
     async def finish(self, within_s: float) -> None:
         await self._step("finish")
@@ -171,6 +178,38 @@ async def test_the_file_has_what_the_engine_was_given(tmp_path: Path) -> None:
 
 
 @in_a_loop
+async def test_no_part_is_read_again_that_the_engine_has_digested(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (content, in_place):
+        monkeypatch.setattr(module, "PART_BYTES", 8)
+    read: list[int] = []
+
+    def digest(file: int, begin: int, end: int) -> bytes:
+        read.append(begin)
+        return part_digest(file, begin, end)
+
+    here = Here(tmp_path)
+    await here.opened()
+    # The tensors have 28 bytes behind the room of the header. Another update before has left no digests.
+    here.weights.digested = [ALIGNMENT + 8]
+    await here.send()
+    await here.transfers.answer(Drop(**UPDATE))
+    await here.transfers.answer(Begin(**{**UPDATE, "update": 2}, live_s=60.0))
+    here.weights.digested = [ALIGNMENT, ALIGNMENT + 16]
+    sent = UpdateInfo(fields=INFO)
+    await here.transfers.answer(ReceiveInPlace(**{**UPDATE, "update": 2}, info=sent))
+    monkeypatch.setattr(content, "part_digest", digest)
+    received = await here.transfers.answer(Finish(**{**UPDATE, "update": 2}))
+    assert isinstance(received, Received)
+    assert [at for at in read if at >= ALIGNMENT] == [ALIGNMENT + 8, ALIGNMENT + 24]
+    # The directory that was dropped may be there still.
+    directory = Path(here.source.calls[-1].removeprefix("received "))
+    assert received.content == directory_content(directory, (CONFIG_FILE, WEIGHTS_FILE))
+    await here.transfers.close()
+
+
+@in_a_loop
 async def test_the_file_is_digested_while_the_engine_finishes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -180,8 +219,8 @@ async def test_the_file_is_digested_while_the_engine_finishes(
     here.weights.blocked = "finish"
     close = UpdateFiles.close
 
-    async def closed(self: UpdateFiles, header: bytes, size: int) -> Content:
-        content = await close(self, header, size)
+    async def closed(self: UpdateFiles, header: bytes, size: int, parts: Mapping[int, bytes]) -> Content:
+        content = await close(self, header, size, parts)
         here.weights.goes_on.set()
         return content
 
@@ -202,7 +241,7 @@ async def test_a_file_that_cannot_be_completed_gives_the_engine_up_that_finishes
     await here.send()
     here.weights.blocked = "finish"
 
-    async def full(self: UpdateFiles, header: bytes, size: int) -> Content:
+    async def full(self: UpdateFiles, header: bytes, size: int, parts: object) -> Content:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(UpdateFiles, "close", full)

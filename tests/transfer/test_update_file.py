@@ -107,7 +107,7 @@ def test_an_update_lies_in_the_file_of_a_snapshot_that_left(tmp_path: Path) -> N
         await files.make(100)
         found = files.weights.stat()
         assert (found.st_ino, found.st_size) == (inode, 100)
-        await files.close(b"header", 90)
+        await files.close(b"header", 90, {})
         assert files.weights.read_bytes() == b"header" + b"x" * 84
         await files.remove()
         assert [path.name for path in cache.root.iterdir()] == [".boot"]

@@ -64,10 +64,14 @@ class TransferFailed(Exception):
 
 @dataclass(frozen=True)
 class Tee:
-    """Where tensors that an engine takes are written, too. places: begin and end of each in the file, by its name."""
+    """Where tensors that an engine takes are written, too.
+
+    places: begin and end of each in the file, by its name. part_bytes: of the parts of the file that may be digested meanwhile.
+    """
 
     path: Path
     places: Mapping[str, tuple[int, int]]
+    part_bytes: int
 
 
 class InPlaceWeights(abc.ABC):
@@ -97,8 +101,11 @@ class InPlaceWeights(abc.ABC):
         """Compute nothing any more. Requests stand still with their KV. Raises TransferFailed."""
 
     @abc.abstractmethod
-    async def write(self, update_info: Any, tee: Tee, within_s: float) -> None:
-        """Take tensors into the weights. Each of the tee's has been written there on return. Raises TransferFailed."""
+    async def write(self, update_info: Any, tee: Tee, within_s: float) -> Mapping[int, bytes]:
+        """Take tensors into the weights. Each of the tee's has been written there on return. Raises TransferFailed.
+
+        Returns SHA-256 digests (32 bytes) of parts of the file that these tensors filled, by where they begin; others may lack.
+        """
 
     @abc.abstractmethod
     async def finish(self, within_s: float) -> None:

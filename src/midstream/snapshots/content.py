@@ -14,6 +14,7 @@ import os
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import MappingProxyType
 from typing import Literal
 
 import msgspec
@@ -62,12 +63,17 @@ def combined(parts: Iterable[bytes]) -> str:
     return hashlib.sha256(b"".join(parts)).hexdigest()
 
 
-def file_content(path: Path, name: str | None = None) -> FileContent:
-    """The content of one file. name: None for its own. Raises OSError."""
+def file_content(
+    path: Path, name: str | None = None, *, known: Mapping[int, bytes] = MappingProxyType({})
+) -> FileContent:
+    """The content of one file. name: None for its own. known: digests of whole parts of it, by where they begin. Raises
+    OSError."""
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
-        ends = [(at, min(at + PART_BYTES, size)) for at in range(0, size, PART_BYTES)]
-        parts = [part_digest(file.fileno(), begin, end) for begin, end in ends]
+        parts = [
+            known[at] if at in known else part_digest(file.fileno(), at, min(at + PART_BYTES, size))
+            for at in range(0, size, PART_BYTES)
+        ]
     return FileContent(name or path.name, size, combined(parts))
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 
 from midstream.core.errors import ReplicaUnavailable, SnapshotError
@@ -69,15 +70,16 @@ class UpdateFiles:
             )
             file.truncate(size)
 
-    async def close(self, header: bytes, size: int) -> Content:
-        """Complete the weights, and digest what there is. Raises OSError."""
-        return await self.config_content(), await finished(self._close, header, size)
+    async def close(self, header: bytes, size: int, parts: Mapping[int, bytes]) -> Content:
+        """Complete the weights, and digest what there is. parts: digests of whole parts behind the header. Raises OSError."""
+        return await self.config_content(), await finished(self._close, header, size, parts)
 
-    def _close(self, header: bytes, size: int) -> FileContent:
+    def _close(self, header: bytes, size: int, parts: Mapping[int, bytes]) -> FileContent:
         with self.weights.open("r+b") as file:
             file.write(header)
             file.truncate(size)
-        return file_content(self.weights)
+        # The room of the header is in no part that was whole before.
+        return file_content(self.weights, known=parts)
 
     def hand_over(self) -> Path:
         directory = self._forgotten()

@@ -20,6 +20,7 @@ from midstream.core.transfer import InitInfo, Received, SentTensors, UpdateInfo
 from midstream.core.types import Content
 from midstream.engine.base import InPlaceWeights, Tee, TransferFailed, TransferRefused
 from midstream.replica.transfer import Receiver
+from midstream.snapshots.content import PART_BYTES
 from midstream.snapshots.layout import CONFIG_FILE, CheckpointSpec
 from midstream.snapshots.store.cache import SnapshotCache
 from midstream.snapshots.tasks import all_of, finished
@@ -45,6 +46,8 @@ class InPlaceReceiver(Receiver[InitInfo, UpdateInfo]):
         self._layout: UpdateLayout | None = None
         # The engine stands still for the open update.
         self._held = False
+        # The digests of the file's parts that the engine has digested, by where they begin.
+        self._parts: dict[int, bytes] = {}
         self._trainer: tuple[str, int] | None = None
         self._ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._leaving: asyncio.Task[None] | None = None
@@ -77,7 +80,7 @@ class InPlaceReceiver(Receiver[InitInfo, UpdateInfo]):
         if self._leaving is not None:
             self._files.drop()
             raise ReplicaUnavailable("the group has ended")
-        self._layout, self._held = layout, False
+        self._layout, self._held, self._parts = layout, False, {}
 
     def check(self, sent: UpdateInfo) -> None:
         self._open_layout.check(tensors_of(sent))
@@ -91,7 +94,8 @@ class InPlaceReceiver(Receiver[InitInfo, UpdateInfo]):
             if not self._held:
                 # Not when the update begins: its trainer may die before it sends anything.
                 await self._hold(within_s)
-            await self._weights.write(sent.fields, Tee(self._files.weights, places), max(0.0, until - now()))
+            tee = Tee(self._files.weights, places, PART_BYTES)
+            self._parts |= await self._weights.write(sent.fields, tee, max(0.0, until - now()))
         except TransferFailed as error:
             raise ReplicaUnavailable(str(error)) from error
 
@@ -105,7 +109,7 @@ class InPlaceReceiver(Receiver[InitInfo, UpdateInfo]):
 
         async def close() -> None:
             nonlocal content
-            content = await self._files.close(header, layout.end)
+            content = await self._files.close(header, layout.end, self._parts)
 
         try:
             async with asyncio.timeout(within_s):

@@ -259,7 +259,7 @@ class VllmInPlace(InPlaceWeights):
             self._boot.in_background(self._resume(), "vLLM computes again")
             raise TransferFailed("the update is over")
 
-    async def write(self, update_info: Any, tee: Tee, within_s: float) -> None:
+    async def write(self, update_info: Any, tee: Tee, within_s: float) -> Mapping[int, bytes]:
         self._boot_runs()
         first = self.phase is HoldPhase.HELD
         if not first and self.phase is not HoldPhase.UNCERTAIN:
@@ -271,7 +271,8 @@ class VllmInPlace(InPlaceWeights):
                 if first:
                     # Not earlier: from here on vLLM has no whole model.
                     await self._call(START, None, within_s)
-                await self._rpc(OPEN_TEE, {"path": str(tee.path), "places": places}, within_s)
+                opened = {"path": str(tee.path), "places": places, "part_bytes": tee.part_bytes}
+                await self._rpc(OPEN_TEE, opened, within_s)
                 await self._call(UPDATE, {"update_info": update_info}, within_s)
                 seen = await self._rpc(CLOSE_TEE, {}, within_s)
         except TimeoutError as error:
@@ -280,6 +281,8 @@ class VllmInPlace(InPlaceWeights):
             raise TransferFailed(f"vLLM did not take the tensors: {error}") from error
         if (why := _unlike(seen)) is not None:
             raise TransferFailed(f"vLLM's backend {self.backend} took the tensors {why}")
+        parts = next(rank["parts"] for rank in seen if rank["first"])
+        return {int(begin): bytes.fromhex(digest) for begin, digest in parts.items()}
 
     async def finish(self, within_s: float) -> None:
         self._boot_runs()
