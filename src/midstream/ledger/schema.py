@@ -30,6 +30,7 @@ from sqlalchemy import (
     UniqueConstraint,
 )
 from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.schema import SchemaItem
 
 SCHEMA_VERSION = 9
 #: Those versions only lacked tables: contents and weights, changes and counts, transfers and their updates, rebases, the clock.
@@ -42,6 +43,13 @@ metadata = MetaData()
 
 #: BIGINT on PostgreSQL; SQLite only numbers rows by itself in an INTEGER key.
 _RowId = BigInteger().with_variant(Integer, "sqlite")
+
+
+def _of_deployment(name: str, *columns: SchemaItem) -> Table:
+    """A table of rows that belong to a deployment."""
+    mine = Column("deployment_id", _RowId, ForeignKey("deployments.id"), nullable=False)
+    return Table(name, metadata, Column("id", _RowId, primary_key=True), mine, *columns)
+
 
 schema_version = Table(
     "midstream_schema", metadata, Column("version", Integer, primary_key=True, autoincrement=False)
@@ -78,11 +86,8 @@ deployments = Table(
     Column("updated_at", Float, nullable=False),
 )
 
-snapshots = Table(
+snapshots = _of_deployment(
     "snapshots",
-    metadata,
-    Column("id", _RowId, primary_key=True),
-    Column("deployment_id", _RowId, ForeignKey("deployments.id"), nullable=False),
     Column("identity", String(512), nullable=False),
     # "full" or "delta".
     Column("kind", String(16), nullable=False),
@@ -112,11 +117,8 @@ snapshots = Table(
     Index("snapshots_by_readiness", "deployment_id", "ready_order"),
 )
 
-transitions = Table(
+transitions = _of_deployment(
     "transitions",
-    metadata,
-    Column("id", _RowId, primary_key=True),
-    Column("deployment_id", _RowId, ForeignKey("deployments.id"), nullable=False),
     Column("replica", String(256), nullable=False),
     Column("boot", String(64), nullable=False),
     Column("seq", BigInteger, nullable=False),
@@ -132,11 +134,8 @@ transitions = Table(
 )
 
 #: Boots of replicas that ended while they were loading a snapshot.
-deaths = Table(
+deaths = _of_deployment(
     "deaths",
-    metadata,
-    Column("id", _RowId, primary_key=True),
-    Column("deployment_id", _RowId, ForeignKey("deployments.id"), nullable=False),
     Column("replica", String(256), nullable=False),
     Column("boot", String(64), nullable=False),
     Column("identity", String(512), nullable=False),
@@ -149,11 +148,8 @@ deaths = Table(
 )
 
 #: Replicas with other weights than the other replicas that serve the same files.
-disagreements = Table(
+disagreements = _of_deployment(
     "disagreements",
-    metadata,
-    Column("id", _RowId, primary_key=True),
-    Column("deployment_id", _RowId, ForeignKey("deployments.id"), nullable=False),
     Column("replica", String(256), nullable=False),
     Column("boot", String(64), nullable=False),
     Column("identity", String(512), nullable=False),
@@ -169,11 +165,8 @@ disagreements = Table(
 
 
 #: The meaning of an identity: the own files of the snapshot, byte for byte.
-contents = Table(
+contents = _of_deployment(
     "contents",
-    metadata,
-    Column("id", _RowId, primary_key=True),
-    Column("deployment_id", _RowId, ForeignKey("deployments.id"), nullable=False),
     Column("identity", String(512), nullable=False),
     # As types.Content, with their digest.
     Column("files", JSON, nullable=False),
@@ -184,11 +177,8 @@ contents = Table(
 )
 
 #: The digest of a snapshot's weights in an engine's memory, one per kind of engine.
-weights = Table(
+weights = _of_deployment(
     "weights",
-    metadata,
-    Column("id", _RowId, primary_key=True),
-    Column("deployment_id", _RowId, ForeignKey("deployments.id"), nullable=False),
     Column("identity", String(512), nullable=False),
     Column("kind", String(128), nullable=False),
     Column("digest", String(128), nullable=False),
@@ -196,11 +186,8 @@ weights = Table(
 )
 
 #: Groups in which a trainer sends weights to replicas (transfers.py).
-transfers = Table(
+transfers = _of_deployment(
     "transfers",
-    metadata,
-    Column("id", _RowId, primary_key=True),
-    Column("deployment_id", _RowId, ForeignKey("deployments.id"), nullable=False),
     # The deployment's id while the group is open, else NULL: a deployment has one open group at most.
     Column("open_of", _RowId, unique=True),
     Column("name", String(64), nullable=False, unique=True),
@@ -251,11 +238,8 @@ transfer_updates = Table(
 ADDED = (transfer_updates.c.policies,)
 
 #: Incremental snapshots whose whole files somebody brings into the bucket (rebases.py).
-rebases = Table(
+rebases = _of_deployment(
     "rebases",
-    metadata,
-    Column("id", _RowId, primary_key=True),
-    Column("deployment_id", _RowId, ForeignKey("deployments.id"), nullable=False),
     Column("identity", String(512), nullable=False),
     # A digest of the links that the whole files are of: the same identity may come to stand on others.
     Column("lineage", String(64), nullable=False),
