@@ -99,6 +99,8 @@ class MidstreamError(Exception):
     #: Its type in OpenAI's shape; "": its code.
     kind: ClassVar[str] = ""
     retry_after_s: int | None = None
+    #: Beside Retry-After.
+    own_headers: ClassVar[Mapping[str, str]] = {}
     shape: ErrorShape = "openai"
 
     def __init__(self, message: str, *, param: str | None = None, retry_after_s: int | None = None) -> None:
@@ -130,7 +132,8 @@ class MidstreamError(Exception):
 
     def headers(self) -> dict[str, str]:
         headers = {} if self.retry_after_s is None else {"retry-after": str(self.retry_after_s)}
-        return headers | ({"x-should-retry": "true"} if self.status in self.form.hinted else {})
+        hint = {"x-should-retry": "true"} if self.status in self.form.hinted else {}
+        return {**headers, **hint, **self.own_headers}
 
 
 class InvalidRequest(MidstreamError):
@@ -241,17 +244,13 @@ class BodiesTooLarge(PayloadTooLarge):
     """Not this body alone: all that are still arriving. OpenAI's and Fireworks' clients retry a 413 that says they should."""
 
     retry_after_s = 1
-
-    def headers(self) -> dict[str, str]:
-        return {**super().headers(), "x-should-retry": "true"}
+    own_headers: ClassVar[Mapping[str, str]] = {"x-should-retry": "true"}
 
 
 class UnsupportedEncoding(MidstreamError):
     status = 415
     code = "unsupported_content_encoding"
-
-    def headers(self) -> dict[str, str]:
-        return {"accept-encoding": "identity"}
+    own_headers: ClassVar[Mapping[str, str]] = {"accept-encoding": "identity"}
 
 
 class RequestLostReplicas(MidstreamError):
@@ -259,9 +258,7 @@ class RequestLostReplicas(MidstreamError):
 
     status = 422
     code = "request_lost_replicas"
-
-    def headers(self) -> dict[str, str]:
-        return {**super().headers(), "x-should-retry": "false"}
+    own_headers: ClassVar[Mapping[str, str]] = {"x-should-retry": "false"}
 
 
 class SnapshotTransition(MidstreamError):
@@ -295,15 +292,13 @@ class ReplicaUnavailable(MidstreamError):
 class EngineLost(ReplicaUnavailable):
     """A replica's word to its gateway, in HEADER_LOST, that the request may have been the cause."""
 
-    def headers(self) -> dict[str, str]:
-        return {**super().headers(), HEADER_LOST: "1"}
+    own_headers: ClassVar[Mapping[str, str]] = {HEADER_LOST: "1"}
 
 
 class AnotherBoot(ReplicaUnavailable):
     """A replica's word to its gateway, in HEADER_ANOTHER_BOOT, that nothing was done for the request."""
 
-    def headers(self) -> dict[str, str]:
-        return {**super().headers(), HEADER_ANOTHER_BOOT: "1"}
+    own_headers: ClassVar[Mapping[str, str]] = {HEADER_ANOTHER_BOOT: "1"}
 
 
 class StreamGivenUp(AnotherBoot):
@@ -314,8 +309,7 @@ class StreamGivenUp(AnotherBoot):
 class PolicyNotLoaded(ReplicaUnavailable):
     """A replica's word to its gateway, in HEADER_NOT_LOADED, that it has no weights of the policy, or none yet."""
 
-    def headers(self) -> dict[str, str]:
-        return {**super().headers(), HEADER_NOT_LOADED: "1"}
+    own_headers: ClassVar[Mapping[str, str]] = {HEADER_NOT_LOADED: "1"}
 
 
 class RecordsNotStored(MidstreamError):
