@@ -23,6 +23,11 @@ def deployment_resource(settings: Settings) -> str:
     return f"accounts/{settings.account}/deployments/{settings.deployment.name}"
 
 
+def served_model_name(model: str, snapshot: str) -> str:
+    """`accounts/A/models/M@identity`, the `model` field of every response."""
+    return f"{model}@{snapshot}"
+
+
 def split_model(name: str) -> tuple[str, str, str | None]:
     """(resource, deployment, snapshot) of what a client calls a model: RESOURCE, and #DEPLOYMENT and @SNAPSHOT behind it."""
     named, at, snapshot = name.partition("@")

@@ -16,7 +16,7 @@ from msgspec import Meta
 from midstream.core.errors import InvalidRequest
 from midstream.core.headers import HEADER_RECORDS
 from midstream.core.references import TurnReference
-from midstream.core.types import FinishReason, GenerateRequest
+from midstream.core.types import FinishReason, GenerateRequest, ShapedSampling
 
 #: What is kept of each token beside its id: nothing, both log-probabilities, or these, its route and the mask that its request
 #: asked for. "masks": likewise, and a mask of each token, also where no request asks for one.
@@ -38,24 +38,10 @@ class TracedEarlierKv(msgspec.Struct, frozen=True):
     kv_snapshots: list[Span]
 
 
-class TurnSampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What made the distributions that a turn was drawn from out of the model's logits: as in SamplingParams, and only what is
-    not the default. stop_token_ids: which `min_tokens` forbids, only beside that. grammar: one shaped them, too, and no record
-    has it. bad_words: their tokens are the engine's alone."""
+class TurnSampling(ShapedSampling, frozen=True, kw_only=True, omit_defaults=True):
+    """That of a turn: only what is not the default. stop_token_ids: which `min_tokens` forbids, only beside that. grammar: one
+    shaped the distributions, too, and no record has it. bad_words: their tokens are the engine's alone."""
 
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: dict[int, float] = {}
-    min_tokens: int = 0
-    stop_token_ids: tuple[int, ...] = ()
-    allowed_token_ids: tuple[int, ...] = ()
-    bad_tokens: tuple[tuple[int, ...], ...] = ()
-    bad_words: tuple[str, ...] = ()
     grammar: bool = False
 
 

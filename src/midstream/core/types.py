@@ -79,10 +79,10 @@ class TokenRecord(msgspec.Struct, array_like=True, frozen=True):
     router_weights: bytes | None = None
 
 
-class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
-    """How to sample. temperature 0 is greedy; top_k <= 0 and top_p >= 1 and min_p <= 0 switch those filters off."""
+class ShapedSampling(msgspec.Struct, frozen=True, kw_only=True):
+    """What makes the distributions that tokens are drawn from out of the model's logits. temperature 0 is greedy; top_k <= 0
+    and top_p >= 1 and min_p <= 0 switch those filters off."""
 
-    max_tokens: int
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
@@ -91,17 +91,23 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: dict[int, float] = {}
-    # Choice i of a request samples with stream (seed, i, position).
-    seed: int = 0
-    # Generation ends after one of these tokens. The token is part of the records.
-    stop_token_ids: tuple[int, ...] = ()
     # Before so many tokens are generated, none of stop_token_ids is.
     min_tokens: int = 0
+    # Generation ends after one of these tokens. The token is part of the records.
+    stop_token_ids: tuple[int, ...] = ()
     # Only these tokens may be generated, and those that end generation only if they are among them. (): all may.
     allowed_token_ids: tuple[int, ...] = ()
-    # Texts that may not be generated, for engines that tokenize; the token sequences that must not be, for others.
-    bad_words: tuple[str, ...] = ()
+    # Token sequences that must not be generated; and their texts, for engines that tokenize.
     bad_tokens: tuple[tuple[int, ...], ...] = ()
+    bad_words: tuple[str, ...] = ()
+
+
+class SamplingParams(ShapedSampling, frozen=True, kw_only=True):
+    """How to sample."""
+
+    max_tokens: int
+    # Choice i of a request samples with stream (seed, i, position).
+    seed: int = 0
 
     @property
     def limited(self) -> bool:
@@ -492,8 +498,3 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     eos_token_ids: tuple[int, ...] = ()
     grammars: bool = False
     card: EngineCard = EngineCard()
-
-
-def served_model_name(model: str, snapshot: str) -> str:
-    """`accounts/A/models/M@identity`, the `model` field of every response."""
-    return f"{model}@{snapshot}"

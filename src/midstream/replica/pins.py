@@ -20,7 +20,8 @@ from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from midstream.core.types import Desired, served_model_name
+from midstream.core.served_names import served_model_name
+from midstream.core.types import Desired
 from midstream.core.versions import Admitted, ConstraintNotMet, Refusal, VersionConstraint
 from midstream.replica.swap.table import SwapMachine, same_files
 

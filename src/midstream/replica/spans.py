@@ -11,9 +11,8 @@ from urllib.parse import unquote
 
 from midstream.core.errors import MidstreamError
 from midstream.core.headers import HEADER_POLICY, HEADER_SESSION
-from midstream.core.served_names import ServedNames
+from midstream.core.served_names import ServedNames, served_model_name
 from midstream.core.tracing import Attribute, SpanEvent, SpanRecord, Tracer, trace_of_signal
-from midstream.core.types import served_model_name
 from midstream.replica.response.generation import Generation
 from midstream.replica.sessions import TurnStats
 from midstream.replica.swap.history import SwapHistory

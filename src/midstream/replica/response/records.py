@@ -19,9 +19,10 @@ import msgspec
 from msgspec import UNSET, Raw, UnsetType
 
 from midstream.core.errors import EngineFailed
+from midstream.core.served_names import served_model_name
 from midstream.core.sse import DONE
 from midstream.core.traces import Span
-from midstream.core.types import ALLOWED, NEAR_TIES, TokenRecord, TopLogprob, served_model_name
+from midstream.core.types import ALLOWED, NEAR_TIES, TokenRecord, TopLogprob
 from midstream.replica.request.checked import Checked, Prompt
 from midstream.replica.response.answer import ChoicePart, Ending, Extras, ResponseHead, TokenEncoder
 from midstream.replica.response.choice import Piece, Scored
