@@ -72,8 +72,7 @@ class AdapterLoader:
             await self._updates.run(request, policy, update, INSTEAD)
         except MidstreamError as error:
             if known is None:
-                await self._policies.end(policy)
-                await self._policies.gone(policy)
+                await self._policies.unload(policy)
             if isinstance(error.__cause__, SnapshotMissing):
                 reason = f"{update.param}: no adapter is there: {error.message}"
                 raise NotFound(reason, param=update.param) from error
@@ -117,8 +116,7 @@ class AdapterCallsApi:
         policy = await self._policies.found(deployment, body.lora_name)
         if policy is None or policy.deleting:
             raise NotFound(f"The lora adapter '{body.lora_name}' cannot be found.", param="lora_name")
-        await self._policies.end(policy)
-        await self._policies.gone(policy)
+        await self._policies.unload(policy)
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
     async def _load(

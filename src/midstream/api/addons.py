@@ -26,7 +26,7 @@ from midstream.core.errors import Conflict, InvalidRequest, NotFound
 from midstream.core.scopes import OBSERVE, PUBLISH, ScopeNeed
 from midstream.fleet.access import grant_of, meant
 from midstream.fleet.registry import Deployment, Deployments
-from midstream.http.bodies import asked_page
+from midstream.http.bodies import asked_page, page_of
 from midstream.ledger import DeploymentRow, DeploymentState, Ledger
 
 COLLECTION = "/v1/accounts/{account}/deployedModels"
@@ -129,10 +129,9 @@ class AddonsApi:
             for policy in self._deployments.policies(of)
         }
         after, size = asked_page(request, PAGE_ROWS, PAGE_ROWS_MAX)
-        rest = [name for name in sorted(found) if name > after]
-        page = {found[name].name: found[name] for name in rest[:size]}
+        names, token = page_of(found, after, size)
+        page = {found[name].name: found[name] for name in names}
         shown = [_shown(page[row.name], row, state) for row, state in await self._ledger.listed([*page])]
-        token = rest[size - 1] if len(rest) > size else ""
         return DeployedModels(shown, token, len(found))
 
     @Endpoint("GET", _ONE, _READ, "Shows an add-on.")
@@ -154,9 +153,7 @@ class AddonsApi:
 
     @Endpoint("DELETE", _ONE, _PUBLISH, "Unloads an add-on.")
     async def unload(self, request: Request) -> Nothing:
-        policy = await self._one(request, (PUBLISH,))
-        await self._policies.end(policy)
-        await self._policies.gone(policy)
+        await self._policies.unload(await self._one(request, (PUBLISH,)))
         return Nothing()
 
     # -- inside

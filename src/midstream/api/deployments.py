@@ -28,7 +28,7 @@ from midstream.core.scopes import CHANGE_ONE, OBSERVE, OPERATE, PUBLISH, READ_ON
 from midstream.fleet.access import grant_of
 from midstream.fleet.desired_state import HARD
 from midstream.fleet.registry import Deployments
-from midstream.http.bodies import answered, asked_page, read_body
+from midstream.http.bodies import answered, asked_page, page_of, read_body
 from midstream.ledger import DeploymentRow, DeploymentState, Ledger, NewDeployment
 from midstream.ledger.deployments import NameTaken
 from midstream.ledger.records import DeploymentChange
@@ -111,21 +111,14 @@ class DeploymentsApi:
     async def list(self, request: Request) -> msgspec.Struct:
         """The deployments in the order of their names. A page's token is the last name on it."""
         self._check_account(request)
-        found = await self._ledger.deployments()
-        rows = sorted(
-            (
-                row
-                for row in found
-                if row.name.startswith(f"{self._account}/")
-                and grant_of(request).allows((PUBLISH, OBSERVE), row.name)
-            ),
-            key=lambda row: row.name,
-        )
-        after, size = asked_page(request, PAGE_ROWS, PAGE_ROWS_MAX)
-        rest = [row for row in rows if row.name > after]
-        page = rest[:size]
-        token = page[-1].name if len(page) < len(rest) else ""
-        shown = [await self._shown(row) for row in page]
+        rows = {
+            row.name: row
+            for row in await self._ledger.deployments()
+            if row.name.startswith(f"{self._account}/")
+            and grant_of(request).allows((PUBLISH, OBSERVE), row.name)
+        }
+        page, token = page_of(rows, *asked_page(request, PAGE_ROWS, PAGE_ROWS_MAX))
+        shown = [await self._shown(rows[name]) for name in page]
         return resource.DeploymentsShown(shown, token, len(rows))
 
     @Endpoint(

@@ -111,8 +111,9 @@ class PoliciesApi:
         await self._ledger.update_deployment(policy.name, deleting=True)
         await self._changed()
 
-    async def gone(self, policy: Deployment) -> None:
-        """Returns when a policy that was ended is gone, and its name is free. Raises ReplicaUnavailable."""
+    async def unload(self, policy: Deployment) -> None:
+        """Ends it, and returns when it is gone and its name is free. Raises ReplicaUnavailable."""
+        await self.end(policy)
         deadline = asyncio.get_running_loop().time() + ANSWER_S_MAX
         while True:
             await self._changed()

@@ -46,14 +46,12 @@ class PushUpkeep:
         deployments: Deployments,
         door: PushDoor,
         *,
-        look_s: float = LOOK_S,
         sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
     ) -> None:
         """sleep: between two renewals of a claim."""
         self._ledger = ledger
         self._deployments = deployments
         self._door = door
-        self._look_s = look_s
         self._sleep = sleep
         self._wake = asyncio.Event()
         self._keeping: dict[tuple[str, int], asyncio.Task[None]] = {}
@@ -72,7 +70,7 @@ class PushUpkeep:
                     # The ledger does not answer, or a deployment went meanwhile.
                     logger.debug("pushes are looked after later: %s", error)
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(self._look_s):
+                    async with asyncio.timeout(LOOK_S):
                         await self._wake.wait()
                 self._wake.clear()
         finally:

@@ -6,7 +6,7 @@ A field at fault is named.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
 import msgspec
@@ -74,6 +74,12 @@ def asked_page(request: Request, rows: int, most: int) -> tuple[str, int]:
     most. Raises InvalidRequest."""
     size = whole_number(request, "pageSize", 0, 0, 2**31 - 1)
     return request.query_params.get("pageToken", ""), min(size or rows, most)
+
+
+def page_of(names: Iterable[str], after: str, size: int) -> tuple[list[str], str]:
+    """Of a list: the names on the page that begins behind `after`, in order, and the token of the next; "": it is the last."""
+    rest = [name for name in sorted(names) if name > after]
+    return rest[:size], rest[size - 1] if len(rest) > size else ""
 
 
 def whole_number(request: Request, name: str, default: int, lowest: int, highest: int) -> int:
