@@ -171,10 +171,10 @@ def fuzz_one(options: argparse.Namespace) -> None:
     with atheris.instrument_imports(include=["midstream"]):
         from targets import TARGETS
 
+        target = TARGETS[options.one]
         # What a target imports late, because of torch. Within an input it would look like a hang.
         for module in LATE.get(options.one, ()):
             importlib.import_module(module)
-    target = TARGETS[options.one]
     if options.plant:
         import planted_faults
 
