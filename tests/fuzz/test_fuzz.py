@@ -67,6 +67,20 @@ def test_every_target_is_run_and_has_a_corpus() -> None:
     assert sum(file.stat().st_size for file in fuzz.CORPORA.rglob("*") if file.is_file()) < 2**20
 
 
+def test_a_process_imports_its_own_target_alone() -> None:
+    """What it imports it instruments, which takes longer than fuzzing for a while."""
+    named = "from targets import TARGETS; TARGETS['http_requests'], TARGETS['safetensors']"
+    shown = "print(sorted(name for name in sys.modules if name.startswith('targets.')))"
+    done = subprocess.run(
+        [sys.executable, "-c", f"import sys; import fuzz; fuzz.find_targets(); {named}; {shown}"],
+        cwd=SCRIPT.parent,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout == "['targets.http_server', 'targets.snapshot_files', 'targets.target']\n"
+
+
 @needs_atheris
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name if name in FOUND_FAST else variant(name) for name in FAULTS])
