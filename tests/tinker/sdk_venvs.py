@@ -20,6 +20,8 @@ VENVS = {"0.38": ".venv-tinker", "0.36": ".venv-tinker36", "0.24": ".venv-tinker
 VERSIONS = tuple(VENVS)
 #: As parameters: the older ones are variants.
 SDKS = (VERSIONS[0], *map(variant, VERSIONS[1:]))
+#: Of a test that takes a minute: what all versions say and read is shown by shorter ones.
+NEWEST_AND_OLDEST = (VERSIONS[0], variant(VERSIONS[-1]))
 
 
 def sdk_python(version: str) -> Path:
