@@ -246,9 +246,7 @@ class Ledger:
 
         def accept(db: sa.Connection) -> SignalResult:
             now = self.now() if committing is None else self.clock.read(db)
-            result = signals.accept(db, name, signal, fleet, chain_max, self._contents, now)
-            if committing is not None:
-                transfers.commit(db, committing, result.desired, signal.policies, now)
+            result = transfers.accept(db, name, signal, fleet, chain_max, self._contents, now, committing)
             if result.changed:
                 snapshots.want_whole(db, name, result.desired.snapshot, rebase_after, self.clock.read(db))
             return result
