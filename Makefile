@@ -17,7 +17,7 @@
 # make test-fast  the tests that need seconds each: in process, one kernel, one event loop, SQLite; 3 to 5 minutes
 # make test   what proves every promise: real processes, the real SDKs; 10 to 25 minutes on 2 cores
 # make test-all  every variant too: older SDKs, Ray clusters, many Hypothesis examples, vLLM
-# make test-variants SHARE=0,1/28  of what test-all adds to test, without vLLM, the first two of 28 parts
+# make test-variants SHARE=0/6  of what test-all adds to test, without vLLM, the first of six shares
 # make check  lint and types        make ci  what CI runs
 # make bench-gateway  the gateway beside other routers on the same mock replicas, JSON and docs/benchmarks.md; about 16 minutes on an idle
 #                     machine of two cores or more (BENCH_ARGS="--quick": five); installs the routers in .venv-routers and by apt-get

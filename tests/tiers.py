@@ -73,7 +73,9 @@ def tier_of(item: pytest.Item) -> str:
 def add_options(parser: pytest.Parser) -> None:
     group = parser.getgroup("tiers")
     group.addoption("--tier", choices=TIERS, default="all", help="which tests run (tests/tiers.py)")
-    group.addoption("--share", metavar="K[,K]/N", help="of what `all` runs and `test` does not, parts K of N")
+    group.addoption(
+        "--share", metavar="K/N", help="of what `all` runs and `test` does not, share K of N, from 0 on"
+    )
     group.addoption("--durations-file", type=Path, help="write how long each test took there, as JSON")
 
 
@@ -92,59 +94,73 @@ def configure(config: pytest.Config) -> None:
         config.pluginmanager.register(Durations(config.getoption("--durations-file")), "tier-durations")
 
 
-#: A file with more tests is dealt test by test: it would make one part twice as long as the others.
-DEALT_WHOLE = 12
-#: Of a variant in this file or folder, on average, as shares of CI took them. One elsewhere takes 2.
+#: A file that takes longer is dealt test by test. The tests of a shorter one may share a server.
+DEALT_WHOLE_S = 250
+#: Of a variant in this file or folder, on average, in seconds of one of two cores. One elsewhere takes 2.
 SECONDS = {
-    "test_cpu_levels.py": 35,
+    "test_cpu_levels.py": 14,
     "test_cpu_sanitizers.py": 60,
+    "test_kv_storm.py": 1,
+    "test_ray_gateways.py": 10,
+    "test_ray_serving.py": 20,
     "test_simulation.py": 30,
+    "test_tinker_codec.py": 1,
+    "test_tinker_protocol.py": 1,
     "test_verify.py": 25,
+    "benchmarks": 1,
     "client": 6,
     "demo": 25,
     "e2e": 12,
-    "fuzz": 14,
+    "fuzz": 9,
+    # They run where others' trainers are installed, and in `make test-package`.
+    "packaging": 0,
+    "recipes": 0,
     "soak": 70,
     "tinker": 12,
-    "transfer": 6,
+    "transfer": 3,
 }
+#: What each share of CI does beside variants (.ci/run), in such seconds: vLLM, vLLM on a Ray cluster, the wheel.
+BESIDE = (900, 480, 480, 0, 0, 0)
+
+
+def seconds_of(file: str, tests: int = 1) -> float:
+    """How long so many variants of the file take."""
+    path = Path(file)
+    return tests * SECONDS.get(path.name, SECONDS.get(path.parent.name, 2))
 
 
 def dealt(files: list[str], count: int) -> list[int]:
-    """The part of each test, by the files that have them. A short file is in one part, as its tests may share a server.
+    """The share of each test, by the files that have them. Six shares are those of CI.
 
-    What takes longest is dealt first, each time to the part with the fewest seconds.
+    What takes longest is dealt first, each time to the share with the fewest seconds.
     """
     tests_of = dict[str, list[int]]()
     for place, file in enumerate(files):
         tests_of.setdefault(file, []).append(place)
     dealt_as_one = [
-        places
-        for of_file in tests_of.values()
-        for places in ([of_file] if len(of_file) <= DEALT_WHOLE else [[place] for place in of_file])
+        (file, each)
+        for file, places in tests_of.items()
+        for each in (
+            [places] if seconds_of(file, len(places)) <= DEALT_WHOLE_S else [[place] for place in places]
+        )
     ]
-
-    def seconds(places: list[int]) -> int:
-        file = Path(files[places[0]])
-        return len(places) * SECONDS.get(file.name, SECONDS.get(file.parent.name, 2))
-
-    sums, parts = [0] * count, [0] * len(files)
-    for places in sorted(dealt_as_one, key=seconds, reverse=True):
+    sums: list[float] = [*BESIDE] if count == len(BESIDE) else [0] * count
+    shares = [0] * len(files)
+    for file, places in sorted(dealt_as_one, key=lambda one: seconds_of(one[0], len(one[1])), reverse=True):
         smallest = sums.index(min(sums))
-        sums[smallest] += seconds(places)
+        sums[smallest] += seconds_of(file, len(places))
         for place in places:
-            parts[place] = smallest
-    return parts
+            shares[place] = smallest
+    return shares
 
 
 def select(config: pytest.Config, items: list[pytest.Item]) -> None:
     share, wanted = config.getoption("--share"), TIERS.index(config.getoption("--tier"))
     if share is not None:
-        numbers, _, count = share.partition("/")
+        number, _, count = share.partition("/")
         variants = [item for item in items if tier_of(item) == "all"]
-        parts = dealt([str(item.path) for item in variants], int(count))
-        wanted_parts = {int(number) for number in numbers.split(",")}
-        kept = [item for item, part in zip(variants, parts, strict=True) if part in wanted_parts]
+        shares = dealt([str(item.path) for item in variants], int(count))
+        kept = [item for item, its in zip(variants, shares, strict=True) if its == int(number)]
     else:
         kept = [item for item in items if TIERS.index(tier_of(item)) <= wanted]
     if len(kept) < len(items):
