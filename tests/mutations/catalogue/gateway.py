@@ -382,8 +382,8 @@ GATEWAY = (
     Mutation(
         "failed_adapter_left_behind",
         "api/adapter_calls.py",
-        "            if known is None:\n                await self._policies.end(policy)",
-        "            if known is not None:\n                await self._policies.end(policy)",
+        "            if known is None:\n                await self._policies.unload(policy)",
+        "            if known is not None:\n                await self._policies.unload(policy)",
         "A load of an adapter that fails leaves nothing, and what served before goes on.",
         ("e2e/test_adapter_calls.py::test_a_load_that_cannot_be_says_why_and_leaves_nothing",),
         fast=False,
