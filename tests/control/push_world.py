@@ -30,7 +30,8 @@ from midstream.core.transfer import (
     Received,
     Rendezvous,
     SentTensors,
-    TrainerAlive,
+    TrainerSeen,
+    TrainerState,
     TransferOrder,
 )
 from midstream.core.types import Content, Desired, FileContent
@@ -76,7 +77,7 @@ class FakeReplica:
     update: int = 0
     received: list[str] = field(default_factory=list)
     finished: int = 0
-    trainer_alive: bool = True
+    trainer: TrainerState = TrainerState.ALIVE
     dead: bool = False
     #: Its whole files are used no more. The next snapshot's are others.
     distrusted: bool = False
@@ -137,7 +138,7 @@ class FakeReplica:
                     raise OrderFailed(f"{self.name}: its whole files are not in this snapshot cache")
                 return Digested(content=content(self.bytes))
             case Alive():
-                return TrainerAlive(self.trainer_alive)
+                return TrainerSeen(self.trainer)
             case _:
                 if order.group != self.group:
                     raise OrderFailed(f"{self.name} answered 409: another group")

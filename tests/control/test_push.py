@@ -18,7 +18,18 @@ from midstream.core.errors import (
     ReplicaUnavailable,
     SnapshotRefused,
 )
-from midstream.core.transfer import Begin, Check, Drop, Finish, InitInfo, Join, Keep, LeaveGroup, Receive
+from midstream.core.transfer import (
+    Begin,
+    Check,
+    Drop,
+    Finish,
+    InitInfo,
+    Join,
+    Keep,
+    LeaveGroup,
+    Receive,
+    TrainerState,
+)
 from midstream.core.types import Stage, Transition
 from midstream.fleet import push, push_orders
 from midstream.fleet.push_upkeep import KEEP_ROUNDS, LEASE_S, PushUpkeep
@@ -316,8 +327,13 @@ def test_a_second_trainer_waits_for_a_living_one_and_replaces_a_dead_one(tmp_pat
         # The trainer itself begins again at its own store.
         again = await gateway.init()
         assert again.group != first.group
+        # Something silent holds its port, or it stands still. Its members soon find out.
         for one in world.replicas.values():
-            one.trainer_alive = False
+            one.trainer = TrainerState.UNKNOWN
+        with pytest.raises(Conflict, match="another trainer's group"):
+            await gateway.init(port=29501)
+        for one in world.replicas.values():
+            one.trainer = TrainerState.GONE
         third = await gateway.init(port=29501)
         assert world.groups == {third.group}
         # A group whose members are gone is nobody's.

@@ -6,7 +6,7 @@ import asyncio
 from pathlib import Path
 
 from midstream.core.errors import InvalidRequest, ReplicaUnavailable
-from midstream.core.transfer import Received, Rendezvous, SentTensors
+from midstream.core.transfer import Received, Rendezvous, SentTensors, TrainerState
 from midstream.core.types import FileContent
 from midstream.replica.transfer import Receiver
 
@@ -24,7 +24,7 @@ class FakeReceiver(Receiver[Rendezvous, SentTensors]):
         self.blocked = blocked
         self.fails: set[str] = set()
         self.complete = True
-        self.alive = True
+        self.trainer = TrainerState.ALIVE
         self._directory = directory
         self._at = asyncio.Event()
         self._end: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -79,8 +79,8 @@ class FakeReceiver(Receiver[Rendezvous, SentTensors]):
     def retract(self) -> None:
         self.calls.append("retract")
 
-    async def trainer_alive(self, within_s: float) -> bool:
-        return self.alive
+    async def trainer_state(self, within_s: float) -> TrainerState:
+        return self.trainer
 
     def end(self, reason: str) -> None:
         self.calls.append("end")

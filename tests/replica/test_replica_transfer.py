@@ -37,7 +37,8 @@ from midstream.core.transfer import (
     LeaveGroup,
     Receive,
     Received,
-    TrainerAlive,
+    TrainerSeen,
+    TrainerState,
     TransferOrder,
 )
 from midstream.core.types import SnapshotFiles
@@ -372,27 +373,33 @@ async def test_an_order_that_fails_after_its_caller_left_is_no_error_in_the_log(
 async def test_whether_the_trainer_lives_is_the_answer() -> None:
     here = Here()
     await here.at("joined")
-    for alive in (True, False):
-        here.receivers[0].alive = alive
-        assert await here.transfers.answer(orders()["alive"]) == TrainerAlive(alive)
+    for state in TrainerState:
+        here.receivers[0].trainer = state
+        assert await here.transfers.answer(orders()["alive"]) == TrainerSeen(state)
     assert here.phase == "joined"
     await here.transfers.close()
 
 
 @pytest.mark.parametrize("phase", ["joined", "open", "receiving"])
+@pytest.mark.parametrize(
+    ("state", "why"),
+    [(TrainerState.GONE, "its trainer is gone"), (TrainerState.UNKNOWN, "its trainer does not answer")],
+)
 @in_a_loop
-async def test_a_receiver_does_not_outlive_its_trainer_for_long(phase: str) -> None:
+async def test_a_receiver_does_not_outlive_its_trainer_for_long(
+    phase: str, state: TrainerState, why: str
+) -> None:
     here = Here()
     await here.at(phase)
     receiver = here.receivers[0]
-    for alive in (False, False, True, False, False):
-        receiver.alive = alive
+    for receiver.trainer in (state, state, TrainerState.ALIVE, TrainerState.GONE, TrainerState.UNKNOWN):
         await here.pass_looks()
         assert here.phase == phase, "one answer is enough"
+    receiver.trainer = state
     await here.pass_looks()
     assert here.phase == "ended"
     assert receiver.calls[-1] == "end"
-    with pytest.raises(Conflict, match="group g ended here: its trainer is gone"):
+    with pytest.raises(Conflict, match=f"group g ended here: {why}"):
         await here.do("begin")
     await here.do("join")
     assert here.phase == "joined"
@@ -460,7 +467,7 @@ async def test_orders_come_over_http_and_errors_have_their_shape(tmp_path: Path)
             answer = await ordered(here, of_boot[name])
             assert (answer.status_code, answer.json()) == (200, {})
         answer = await ordered(here, of_boot["alive"])
-        assert answer.json() == {"alive": True}
+        assert answer.json() == {"state": "alive"}
         finished = await ordered(here, of_boot["finish"])
         assert msgspec.json.decode(finished.content, type=Received).content == CONTENT
         conflict = await ordered(here, of_boot["receive"])

@@ -7,8 +7,8 @@ thing done. A line on its standard input names the tensors to send next, and aft
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import json
-import signal
 import sys
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager
@@ -108,7 +108,8 @@ def main() -> None:
         for number, piece in enumerate(_pieces([tensors[name] for name in order["names"]], piece_bytes)):
             if number == order["stop_after"]:
                 print("stopped", flush=True)
-                signal.pause()
+                # It keeps the interpreter's lock, as a long step of a trainer may.
+                ctypes.PyDLL(None).pause()
             group.broadcast([piece], broadcast).wait()
         print("sent", flush=True)
 

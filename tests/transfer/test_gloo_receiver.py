@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -21,9 +22,10 @@ from tiers import variant
 from torch.distributed import TCPStore
 
 from midstream.core.errors import InvalidRequest, ReplicaUnavailable
-from midstream.core.transfer import Received, Rendezvous
+from midstream.core.transfer import Received, Rendezvous, TrainerState
 from midstream.http.ipc import frame
 from midstream.models.tiny_moe import write_tiny_moe
+from midstream.replica.transfer import LOOK_WITHIN_S
 from midstream.snapshots.content import PART_BYTES, directory_content
 from midstream.snapshots.layout import CONFIG_FILE, WEIGHTS_FILE, read_spec
 from midstream.snapshots.store.cache import SnapshotCache
@@ -161,18 +163,18 @@ def test_a_trainer_that_dies_in_a_broadcast_is_reported_at_once(base: Path, cach
             receiver = receiver_of(base, cache)
             await joined(trainer, receiver)
             await receiver.begin(SOON_S)
-            assert await receiver.trainer_alive(SOON_S)
+            assert await receiver.trainer_state(SOON_S) is TrainerState.ALIVE
             trainer.send(trainer.names, stop_after=3)
             receiving = asyncio.create_task(receiver.receive(trainer.sent(trainer.names), 10 * SOON_S))
             await trainer.reports("stopped")
-            # It answers while a broadcast waits.
-            assert await receiver.trainer_alive(SOON_S)
+            # Its store answers while a broadcast waits, and while a step of it holds the interpreter.
+            assert await receiver.trainer_state(SOON_S) is TrainerState.ALIVE
             await trainer.die()
             address = f"127.0.0.1:{trainer.rendezvous.master_port}"
             with pytest.raises(ReplicaUnavailable, match=f"lost the trainer at {address}"):
                 await asyncio.wait_for(receiving, SOON_S)
             assert "lost the trainer" in await receiver.ended()
-            assert not await receiver.trainer_alive(SOON_S)
+            assert await receiver.trainer_state(SOON_S) is TrainerState.GONE
             assert gone(receiver.pid)
             assert left_in(cache) == []
 
@@ -186,7 +188,7 @@ def test_a_trainer_that_died_between_two_calls_is_not_alive(base: Path, cache: S
             receiver = receiver_of(base, cache)
             await joined(trainer, receiver)
             await trainer.die()
-            assert not await receiver.trainer_alive(SOON_S)
+            assert await receiver.trainer_state(SOON_S) is TrainerState.GONE
             await receiver.begin(SOON_S)
             with pytest.raises(ReplicaUnavailable, match="lost the trainer"):
                 await receiver.receive(trainer.sent(trainer.names), SOON_S)
@@ -203,15 +205,46 @@ def test_the_store_of_another_trainer_at_the_same_port_is_not_its_trainer(
         async with gloo_trainer(base / WEIGHTS_FILE) as trainer:
             receiver = receiver_of(base, cache)
             await joined(trainer, receiver)
-            assert await receiver.trainer_alive(SOON_S)
+            assert await receiver.trainer_state(SOON_S) is TrainerState.ALIVE
             await trainer.die()
             port = trainer.rendezvous.master_port
             # It was started again under another name of the same machine.
             store = TCPStore("127.0.0.1", port, 2, True, wait_for_workers=False)
-            assert not await receiver.trainer_alive(SOON_S)
+            assert await receiver.trainer_state(SOON_S) is TrainerState.GONE
             del store
             receiver.end("done")
             await receiver.ended()
+
+    run(body)
+
+
+@pytest.mark.variant
+def test_what_is_silent_at_a_dead_trainers_port_is_not_known_to_be_the_trainer(
+    base: Path, cache: SnapshotCache
+) -> None:
+    async def body() -> None:
+        async with gloo_trainer(base / WEIGHTS_FILE) as trainer:
+            receiver = receiver_of(base, cache)
+            await joined(trainer, receiver)
+            # A trainer that stands still is as silent. The next look finds it.
+            trainer.process.send_signal(signal.SIGSTOP)
+            assert await receiver.trainer_state(LOOK_WITHIN_S) is TrainerState.UNKNOWN
+            trainer.process.send_signal(signal.SIGCONT)
+            assert await receiver.trainer_state(SOON_S) is TrainerState.ALIVE
+            await trainer.die()
+            here = "127.0.0.1", trainer.rendezvous.master_port
+            with socket.create_server(here):
+                for _ in range(2):
+                    assert await receiver.trainer_state(LOOK_WITHIN_S) is TrainerState.UNKNOWN
+            server = await asyncio.start_server(answer_as_http, *here)
+            assert await receiver.trainer_state(SOON_S) is TrainerState.GONE
+            server.close()
+            receiver.end("done")
+            await receiver.ended()
+
+    async def answer_as_http(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 400 Bad Request\r\nconnection: close\r\n\r\n")
+        writer.close()
 
     run(body)
 

@@ -26,7 +26,8 @@ from midstream.core.transfer import (
     LeaveGroup,
     Received,
     ReceiveInPlace,
-    TrainerAlive,
+    TrainerSeen,
+    TrainerState,
     UpdateInfo,
 )
 from midstream.core.types import Content
@@ -408,8 +409,8 @@ async def test_a_trainer_is_looked_for_where_it_said_it_is(tmp_path: Path) -> No
     here = Here(tmp_path)
     with socket.create_server(("127.0.0.1", 0)) as store:
         await here.join(master_address="127.0.0.1", master_port=store.getsockname()[1])
-        assert await here.transfers.answer(Alive(**OF)) == TrainerAlive(alive=True)
-    assert await here.transfers.answer(Alive(**OF)) == TrainerAlive(alive=False)
+        assert await here.transfers.answer(Alive(**OF)) == TrainerSeen(TrainerState.ALIVE)
+    assert await here.transfers.answer(Alive(**OF)) == TrainerSeen(TrainerState.GONE)
     await here.transfers.close()
 
 

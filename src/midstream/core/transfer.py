@@ -14,6 +14,7 @@ not packed, one piece per tensor that is not empty.
 
 from __future__ import annotations
 
+import enum
 from typing import Annotated, Any
 
 import msgspec
@@ -27,6 +28,16 @@ FILES_PATH = "/replica/files"
 #: Of the keys in the rendezvous store, before the group's key.
 STORE_PREFIX = "midstream"
 PIECE_BYTES = 64 * 2**20
+
+
+class TrainerState(enum.StrEnum):
+    """What one look for a trainer shows."""
+
+    ALIVE = "alive"
+    #: Nobody listens at its address, or something else does.
+    GONE = "gone"
+    #: What listens there is silent: a trainer that stands still, or something else that holds its port.
+    UNKNOWN = "unknown"
 
 
 class Rendezvous(msgspec.Struct, frozen=True, kw_only=True):
@@ -143,7 +154,7 @@ class LeaveGroup(_Order, frozen=True, kw_only=True, tag="leave"):
 
 
 class Alive(_Order, frozen=True, kw_only=True, tag="alive"):
-    """Look whether the trainer's store still answers. Answered with `TrainerAlive`."""
+    """Look whether the trainer's store still answers. Answered with `TrainerSeen`."""
 
 
 class Keep(_Order, frozen=True, kw_only=True, tag="keep"):
@@ -202,5 +213,5 @@ class Digested(msgspec.Struct, frozen=True, kw_only=True):
     content: Content
 
 
-class TrainerAlive(msgspec.Struct, frozen=True):
-    alive: bool
+class TrainerSeen(msgspec.Struct, frozen=True):
+    state: TrainerState

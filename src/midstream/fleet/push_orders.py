@@ -24,7 +24,8 @@ from midstream.core.transfer import (
     Drop,
     Keep,
     LeaveGroup,
-    TrainerAlive,
+    TrainerSeen,
+    TrainerState,
     TransferOrder,
 )
 from midstream.fleet.registry import Deployment
@@ -142,9 +143,11 @@ def _note(found: OrderAnswers, replica: str, task: asyncio.Task[bytes]) -> None:
 
 
 async def trainer_lives(orders: Orders, group: Transfer, there: Sequence[TransferMember]) -> bool:
-    """Whether a member reaches the trainer of its group. If none can tell: whether the group works on something.
+    """Whether no member says that the trainer of its group is gone, or one reaches it. If none answers: whether the group
+    works on something.
 
-    there: the members that are still in the group.
+    A trainer that may live is left its group: its members end that soon, unless it answers. there: the members that are still
+    in the group.
     """
     found = await ask(
         orders,
@@ -152,8 +155,8 @@ async def trainer_lives(orders: Orders, group: Transfer, there: Sequence[Transfe
         lambda member: Alive(group=group.group, boot=member.boot, within_s=ALIVE_S),
         len(there),
     )
-    alive = [read_answer(answer, TrainerAlive) for answer in found.answers.values()]
-    heard = [answer.alive for answer in alive if answer is not None]
+    seen = [read_answer(answer, TrainerSeen) for answer in found.answers.values()]
+    heard = [answer.state is not TrainerState.GONE for answer in seen if answer is not None]
     return any(heard) if heard else bool(there) and group.deadline is not None
 
 

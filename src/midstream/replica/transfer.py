@@ -47,7 +47,8 @@ from midstream.core.transfer import (
     ReceiveInPlace,
     Rendezvous,
     SentTensors,
-    TrainerAlive,
+    TrainerSeen,
+    TrainerState,
     TransferOrder,
     UpdateInfo,
 )
@@ -66,7 +67,7 @@ T = TypeVar("T")
 #: What a receiver is invited by, and what announces tensors to it.
 Invitation = TypeVar("Invitation", Rendezvous, InitInfo)
 Sent = TypeVar("Sent", SentTensors, UpdateInfo)
-TransferAnswer = CarriedOut | Received | Digested | TrainerAlive
+TransferAnswer = CarriedOut | Received | Digested | TrainerSeen
 
 
 class PartPhase(enum.StrEnum):
@@ -165,7 +166,7 @@ class Receiver(abc.ABC, Generic[Invitation, Sent]):
         """What was handed over is to become no snapshot. Returns at once."""
 
     @abc.abstractmethod
-    async def trainer_alive(self, within_s: float) -> bool:
+    async def trainer_state(self, within_s: float) -> TrainerState:
         """Whether the trainer's store answers, and is that of the group. May run beside other methods, also `join`, and changes
         nothing."""
 
@@ -283,10 +284,10 @@ class GroupPart:
         else:
             self._may(PartEvent.DROP)
 
-    async def trainer_alive(self, within_s: float) -> bool:
+    async def trainer_state(self, within_s: float) -> TrainerState:
         if self.phase is PartPhase.ENDED:
             raise self._over()
-        return await self._receiver.trainer_alive(within_s)
+        return await self._receiver.trainer_state(within_s)
 
     def end(self, reason: str, *, lost: bool = False) -> None:
         """Idempotent."""
@@ -356,15 +357,17 @@ class GroupPart:
 
     async def _look_for_trainer(self) -> None:
         """End a part whose trainer is gone. An engine that stands still for it does not wait for the update's deadline."""
-        unanswered = 0
+        unanswered, seen = 0, TrainerState.ALIVE
         while unanswered < UNANSWERED_LOOKS:
             await self._sleep(LOOK_S)
-            looks = self.phase in _NEEDS_TRAINER
-            gone = looks and not await self._receiver.trainer_alive(LOOK_WITHIN_S)
+            if self.phase in _NEEDS_TRAINER:
+                seen = await self._receiver.trainer_state(LOOK_WITHIN_S)
             # A part that is finishing by now has all that its trainer sent.
-            unanswered = unanswered + 1 if gone and self.phase in _NEEDS_TRAINER else 0
-        log.info("group %s ended: its trainer is gone", self.group)
-        self.end("its trainer is gone")
+            missed = seen is not TrainerState.ALIVE and self.phase in _NEEDS_TRAINER
+            unanswered = unanswered + 1 if missed else 0
+        why = "is gone" if seen is TrainerState.GONE else "does not answer"
+        log.info("group %s ended: its trainer %s", self.group, why)
+        self.end(f"its trainer {why}")
 
     async def _watch_end(self) -> None:
         self.end(await self._receiver.ended(), lost=True)
@@ -447,7 +450,7 @@ class Transfers:
             case Drop():
                 self._of(order.group).drop(order.update)
             case Alive():
-                return TrainerAlive(await self._of(order.group).trainer_alive(order.within_s))
+                return TrainerSeen(await self._of(order.group).trainer_state(order.within_s))
         return CarriedOut()
 
     def _check_boot(self, meant: str) -> None:

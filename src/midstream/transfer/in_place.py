@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from midstream.core.errors import InvalidRequest, ReplicaUnavailable
-from midstream.core.transfer import InitInfo, Received, SentTensors, UpdateInfo
+from midstream.core.transfer import InitInfo, Received, SentTensors, TrainerState, UpdateInfo
 from midstream.core.types import Content
 from midstream.engine.base import InPlaceWeights, Tee, TransferFailed, TransferRefused
 from midstream.replica.transfer import Receiver
@@ -135,17 +135,17 @@ class InPlaceReceiver(Receiver[InitInfo, UpdateInfo]):
         self._files.drop()
         self._weights.give_up("the update was dropped")
 
-    async def trainer_alive(self, within_s: float) -> bool:
+    async def trainer_state(self, within_s: float) -> TrainerState:
         if self._trainer is None:
-            # Nothing shows that it is gone.
-            return True
+            # It did not say where it is. Nothing would ever show more.
+            return TrainerState.ALIVE
         try:
             async with asyncio.timeout(within_s):
                 _, writer = await asyncio.open_connection(*self._trainer)
         except OSError:
-            return False
+            return TrainerState.GONE
         writer.close()
-        return True
+        return TrainerState.ALIVE
 
     def end(self, reason: str) -> None:
         if self._leaving is not None:

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from midstream.core.errors import InvalidRequest, ReplicaUnavailable
-from midstream.core.transfer import STORE_PREFIX, Received, Rendezvous, SentTensors
+from midstream.core.transfer import STORE_PREFIX, Received, Rendezvous, SentTensors, TrainerState
 from midstream.core.types import FileContent
 from midstream.http import ipc
 from midstream.replica.transfer import Receiver
@@ -31,6 +31,8 @@ log = logging.getLogger(__name__)
 
 #: The time limits of torch are longer than the replica's by so much: the replica's decide.
 LONGER_S = 60.0
+#: So long torch tries again where something else than a store answers. Where nothing answers it waits without a limit.
+STORE_TRIES_S = 2.5
 
 
 class _ReceiverLink(ipc.Link[m.OrderDone]):
@@ -151,30 +153,30 @@ class GlooReceiver(Receiver[Rendezvous, SentTensors]):
         if self._link is not None and not self._link.transport.is_closing():
             self._link.send(m.ForgetFile(next(self._numbers)))
 
-    async def trainer_alive(self, within_s: float) -> bool:
+    async def trainer_state(self, within_s: float) -> TrainerState:
         if self._rendezvous is None:
-            # It is about to join. Nothing shows that the trainer is gone.
-            return True
+            # It is about to join.
+            return TrainerState.UNKNOWN
         try:
             async with asyncio.timeout(within_s):
                 _, writer = await asyncio.open_connection(
                     self._rendezvous.master_address, self._rendezvous.master_port
                 )
         except OSError:
-            return False
+            return TrainerState.GONE
         writer.close()
-        return await self._is_store(within_s)
+        return await self._look_for_store(within_s)
 
-    async def _is_store(self, within_s: float) -> bool:
-        """Whether what listens there is the group's store. True while that is not known."""
+    async def _look_for_store(self, within_s: float) -> TrainerState:
+        """Whether what listens there is the group's store."""
         if self._link is None or self._link.transport.is_closing():
-            return True
+            return TrainerState.UNKNOWN
         try:
             async with asyncio.timeout(within_s):
-                answer = await self._answer(self._link, lambda call: m.LookForStore(call, within_s))
+                answer = await self._answer(self._link, lambda call: m.LookForStore(call, STORE_TRIES_S))
         except (TimeoutError, ReplicaUnavailable):
-            return True
-        return answer.error is None
+            return TrainerState.UNKNOWN
+        return TrainerState.ALIVE if answer.error is None else TrainerState.GONE
 
     def end(self, reason: str) -> None:
         if self._reason is not None:
