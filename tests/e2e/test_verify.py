@@ -103,6 +103,8 @@ def test_clean_records_are_clean_and_the_signed_statement_says_what_was_verified
     told = statement["verified"]
     assert (told["turns"], told["tokens"]) == (len(turns), sum(len(turn["token_ids"]) for turn in turns))
     assert told["routes"] == told["tokens"]
+    assert told["router_weights"] == {"computed": sum(len(turn["router_weights"] or ()) for turn in turns)}
+    assert told["router_weights"] == {"computed": 24}
     assert told["sampling_masks"] == sum(len(turn["sampling_masks"] or ()) for turn in turns) == 12
     assert told["largest_difference"] < 1e-4
     assert told["positions_computed"] < sum(kv["end"] for turn in turns for kv in turn["kv_snapshots"])
@@ -208,8 +210,10 @@ def token_repeated(records: list[Record], rng: random.Random) -> Planted:
 
 def resize(turn: dict[str, Any], at: int, by: int, *, whole: bool) -> None:
     """Drop or repeat a token. whole: spans know of it, too."""
-    for name in ("token_ids", "logprobs", "sampling_logprobs", "routing_matrix"):
+    for name in ("token_ids", "logprobs", "sampling_logprobs", "routing_matrix", "router_weights"):
         values = turn[name]
+        if values is None:
+            continue
         if by < 0:
             del values[at]
         else:
@@ -291,6 +295,24 @@ def wrong_mask_id(records: list[Record], rng: random.Random) -> Planted:
     return [(record, Cause.MASK)]
 
 
+def router_weights_changed(records: list[Record], rng: random.Random) -> Planted:
+    """Two weights of a layer are exchanged, one is moved, or a row is that of another token."""
+    record = rng.choice([one for one in turns_of(records) if one["turn"]["router_weights"]])
+    turn = record["turn"]
+    shape = (len(turn["router_weights"]), *turn["routing_matrix_shape"])
+    rows = np.frombuffer(b"".join(map(base64.b64decode, turn["router_weights"])), "<f4").reshape(shape).copy()
+    at, kind = rng.randrange(len(rows)), rng.randrange(3)
+    if kind == 0:
+        layer = int(np.ptp(rows[at], axis=-1).argmax())
+        rows[at, layer] = rows[at, layer, ::-1].copy()
+    elif kind == 1:
+        rows[at, rng.randrange(shape[1]), rng.randrange(shape[2])] += rng.choice((-1e-3, 1e-3))
+    else:
+        rows[at] = rows[rng.choice([other for other in range(len(rows)) if other != at])]
+    turn["router_weights"] = [base64.b64encode(row.tobytes()).decode() for row in rows]
+    return [(record, Cause.WEIGHTS)]
+
+
 FAULTS = (
     label_off_by_one,
     route_rows_exchanged,
@@ -303,6 +325,7 @@ FAULTS = (
     turn_of_another_session,
     turn_twice,
     wrong_mask_id,
+    router_weights_changed,
 )
 
 
@@ -400,8 +423,8 @@ def test_a_snapshot_that_was_replaced_in_the_bucket_is_named_and_no_turn_is_blam
     assert done.returncode == 1
     [finding] = check_statement((tmp_path / "out.json").read_bytes())["findings"]
     assert finding["cause"] == "other snapshot in the bucket"
-    assert finding["detail"].startswith("step-3: none of the 8 turns that name it")
-    assert "step-3: none of the 8 turns" in done.stdout
+    assert finding["detail"].startswith("step-3: none of the 10 turns that name it")
+    assert "step-3: none of the 10 turns" in done.stdout
 
 
 def test_a_snapshot_that_is_gone_and_one_that_is_damaged_are_findings(copied: Kept) -> None:

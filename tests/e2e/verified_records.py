@@ -110,7 +110,19 @@ class Rollouts:
 def make_records(place: Path, make: Callable[..., Path]) -> Kept:
     """Sessions over three swaps with different cache policies, and a policy whose adapter changes."""
     url, base = (place / "kept").as_uri(), make()
-    options = ("--model", str(base), "--replicas", "1", "--no-tinker", "--records", url)
+    config = place / "config.toml"
+    config.write_text("[engine]\nrouter_weights = true\n")
+    options = (
+        "--model",
+        str(base),
+        "--replicas",
+        "1",
+        "--no-tinker",
+        "--records",
+        url,
+        "--config",
+        str(config),
+    )
     with serve(place / "state", *options) as server:
         made = Rollouts(server, make)
         adapters = Adapters(base)
@@ -149,6 +161,10 @@ def _play(
     # Filters, and an answer that a stop string ends.
     made.turn("f", temperature=0.8, top_p=0.9, logprobs=True, return_sampling_mask=True)
     made.turn("f", tokens=200, stop=["a", "e", "i", "o"])
+    # Router weights, in the record itself and in a file.
+    weights = {"logprobs": True, "include_routing_matrix": True, "return_router_weights": True}
+    made.turn("w", **weights)
+    made.turn("w", **weights, return_record_reference=True)
     adapters.put(server, "v1", 1)
     adapters.put(server, "v2", 2)
     load(server, "v1", "team")

@@ -126,7 +126,8 @@ class Storm:
             echo=rng.choice((0, 0, 0, len(prompt), rng.randrange(len(prompt) + 1))),
             salt=cache_salt(self.namespaces.admit(session), "", "", "model"),
         )
-        self.add(replace(plain, kv_age_max=self.namespaces.kv_age_max, want_kv_snapshots=True))
+        kept = replace(plain, want_router_weights=self.core.info().card.has("router_weights"))
+        self.add(replace(kept, kv_age_max=self.namespaces.kv_age_max, want_kv_snapshots=True))
 
     def prompt(self) -> list[int]:
         """The beginning of a trunk, at times with a branch of its own; or what a stream became."""

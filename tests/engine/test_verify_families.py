@@ -70,6 +70,9 @@ def turn_of(stream: Stream, number: int, layers: int, top_k: int) -> dict[str, A
         "routing_matrix": [b64encode(record.route or b"").decode() for record in records] if layers else None,
         "routing_matrix_dtype": "uint8" if layers else None,
         "routing_matrix_shape": [layers, top_k] if layers else None,
+        "router_weights": [b64encode(record.router_weights or b"").decode() for record in records]
+        if layers
+        else None,
         "snapshots": spans([record.snapshot for record in records]),
         "kv_snapshots": whole[-1],
         "earlier_kv_snapshots": [
@@ -95,7 +98,7 @@ IN_TEST = ("qwen3-moe", "deepseek-v3")
 )
 def test_records_of_every_family_are_verified_by_engine_and_transformers(family: str, tmp_path: Path) -> None:
     directories = [write_model(family, tmp_path / str(seed), seed) for seed in range(3)]
-    settings = EngineSettings(max_batch_tokens=64, max_running=8, kv_cache_tokens=SMALL)
+    settings = EngineSettings(max_batch_tokens=64, max_running=8, kv_cache_tokens=SMALL, router_weights=True)
     core = EngineCore(directories[0], settings)
     storm = Storm(core, [core.stage(directory) for directory in directories], 3)
     storm.run(TOKENS)
@@ -111,6 +114,7 @@ def test_records_of_every_family_are_verified_by_engine_and_transformers(family:
         assert [finding.lines() for finding in report.findings] == []
         assert (report.turns, report.unverified) == (len(records), {})
         assert report.tokens == sum(len(record["turn"]["token_ids"]) for record in records)
+        assert report.weights == ({"computed": report.tokens} if layers else {})
     assert paged.routes == ((layers, info.top_k) if layers else None)
     # What is verified is sensitive to each number.
     changed = records[len(records) // 2]["turn"]

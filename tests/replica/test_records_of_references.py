@@ -72,7 +72,13 @@ def by_session(url: str, **how: Any) -> dict[str, list[dict[str, Any]]]:
 
 
 @pytest.mark.parametrize(
-    "more", [{}, {"n": 3}, {"include_routing_matrix": False, "return_sampling_mask": False}]
+    "more",
+    [
+        {},
+        {"n": 3},
+        {"include_routing_matrix": False, "return_sampling_mask": False},
+        {"return_router_weights": True},
+    ],
 )
 def test_records_are_the_same_as_without_a_file(tmp_path: Path, more: dict[str, Any]) -> None:
     url = kept(tmp_path, **more)
@@ -80,10 +86,13 @@ def test_records_are_the_same_as_without_a_file(tmp_path: Path, more: dict[str, 
     assert len(found["inline"]) == 2 * more.get("n", 1)
     assert found["referenced"] == found["inline"]
     assert found["inline"][0]["routing_matrix"] is not None
+    weights = found["inline"][0]["router_weights"]
+    assert (weights is not None) == more.get("return_router_weights", False)
     left = by_session(url, references="leave")
     assert left["inline"] == found["inline"]
     for turn in left["referenced"]:
         assert turn["logprobs"] is turn["sampling_logprobs"] is turn["sampling_masks"] is None
+        assert turn["router_weights"] is None
         # Routes that only the record was to have are no part of the file.
         assert (turn["routing_matrix"] is None) == more.get("include_routing_matrix", True)
     sequences = [sequences_of(trace) for trace in traces_of(read_records(url))]

@@ -50,6 +50,7 @@ class TurnColumns:
                 or None
             },
             "route": _traced_routes(columns.routes),
+            "router_weights": _traced_weights(columns),
             "sampling_mask": _traced_masks(columns),
         }
         return {**turn, **{name: value for column in given.columns for name, value in made[column].items()}}
@@ -74,6 +75,12 @@ def _traced_routes(routes: Routes | None) -> dict[str, Any]:
         "routing_matrix_dtype": "uint8" if routes.itemsize == 1 else "uint16",
         "routing_matrix_shape": list(routes.shape[1:]),
     }
+
+
+def _traced_weights(columns: ChoiceColumns) -> dict[str, Any]:
+    if columns.router_weights is None or not len(columns.token_ids):
+        return {}
+    return {"router_weights": [b64encode(row.tobytes()).decode() for row in columns.router_weights]}
 
 
 def _traced_masks(columns: ChoiceColumns) -> dict[str, Any]:

@@ -112,7 +112,11 @@ def _verified(
     about = {
         "asked": {"sample": options.sample, "seed": options.seed, "deployment": options.deployment},
         "computed_by": computer.about,
-        "tolerances": {"logprob": verifier.tolerance, "routes": "equal sets of experts"},
+        "tolerances": {
+            "logprob": verifier.tolerance,
+            "routes": "equal sets of experts",
+            "router_weights": verifier.tolerance,
+        },
         "versions": versions(),
         "created": time.time(),
     }
@@ -138,6 +142,8 @@ def _print(options: argparse.Namespace, report: Report, statement: dict[str, Any
         print(
             f"{unknown} sampling_logprobs were not computed: their records do not have all that shaped them"
         )
+    if hidden := report.weights.get("not computed"):
+        print(f"router weights of {hidden} tokens were not computed: the model's code hides them")
     if gaps := statement["other_records"].get("gap"):
         print(f"{gaps} gaps in the records, where replicas lost some for want of disk")
     for reason, count in sorted(report.unverified.items()):

@@ -16,6 +16,7 @@ GONE, NO_TIME, ENDED = "snapshot gone", "no idle time", "the auditor ended"
 CAUSES = (
     "wrong label",
     "swapped route row",
+    "router weights",
     "moved logprob",
     "other sampling parameters",
     "other snapshot in the bucket",

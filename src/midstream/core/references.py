@@ -15,7 +15,7 @@ from msgspec import UNSET, Meta, UnsetType
 Format = Literal["midstream_records_v1"]
 FORMAT: Final = "midstream_records_v1"
 #: Columns that a record may leave to a file.
-LeftOut = Literal["logprob", "sampling_logprob", "route", "sampling_mask"]
+LeftOut = Literal["logprob", "sampling_logprob", "route", "router_weights", "sampling_mask"]
 
 _Count = Annotated[int, Meta(ge=0, le=2**53)]
 _Digest = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}$")]

@@ -67,6 +67,7 @@ class TracedTurn(msgspec.Struct, frozen=True, kw_only=True):
     them.
     routing_matrix: of each sampled token, layers x top-k expert numbers in base64, of the pass that gave its logits; None
     likewise. routing_matrix_shape: [layers, top-k].
+    router_weights: of each expert of the route, little-endian float32 in base64, likewise, where the request asked for them.
     sampling_masks: of each sampled token, the tokens that its draw was from, in base64 of the form of core/masks.py; None
     likewise.
     snapshots: over the sampled tokens. kv_snapshots: over all positions, which snapshot computed the KV.
@@ -100,6 +101,7 @@ class TracedTurn(msgspec.Struct, frozen=True, kw_only=True):
     logprob_of: str | None = None
     sampling_masks: list[str] | None = None
     record_reference: TurnReference | None = None
+    router_weights: list[str] | None = None
     sampling: TurnSampling | None = None
 
 

@@ -12,9 +12,10 @@ from dataclasses import dataclass, replace
 from itertools import groupby, islice
 
 import msgspec
+import numpy as np
 
 from midstream.verify.claims import Claim, KvPart
-from midstream.verify.compare import Compared, Computed, compare
+from midstream.verify.compare import Compared, Computed, compare, weights_off
 from midstream.verify.findings import Cause
 from midstream.verify.jobs import Computer, PassJob, jobs_of
 
@@ -75,6 +76,8 @@ class Detective:
             return Explained(Cause.LABEL, f"the pass that gave token {at} was of its KV's snapshot")
         if found.route and not found.logprob:
             return _of_routes(claim, found, computed)
+        if found.weights and not found.logprob:
+            return _of_weights(claim, found, computed, self._tolerance)
         if found.sampling and not found.logprob:
             at = found.sampling[0]
             above = (claim.turn.sampling_logprobs or [0.0])[at] or 0.0
@@ -202,6 +205,25 @@ def _of_routes(claim: Claim, found: Compared, computed: Computed) -> Explained:
         if sorted(told[at].ravel()) == sorted(made[other].ravel()) and (told[other] == made[at]).all():
             return Explained(Cause.ROUTE, f"the rows of tokens {at} and {other} are exchanged")
     return Explained(Cause.ROUTE, f"the row of token {at} is of no pass over it")
+
+
+def _of_weights(claim: Claim, found: Compared, computed: Computed, tolerance: float) -> Explained:
+    told, made, routes = claim.router_weights, computed.weights, claim.routes
+    assert told is not None
+    assert made is not None
+    assert routes is not None
+    at = found.weights[0]
+    off = weights_off(claim, computed, tolerance)[at]
+    layer, place = (int(index) for index in np.argwhere(off)[0])
+    like = np.abs(np.sort(made, -1) - np.sort(told[at], -1)).max((1, 2)) <= tolerance
+    if like[at]:
+        detail = f"router weights of token {at}, layer {layer}: its experts have each other's"
+    elif like.any():
+        detail = f"router weights of token {at}: they are those of token {int(np.flatnonzero(like)[0])}"
+    else:
+        expert, value = int(routes[at, layer, place]), float(told[at, layer, place])
+        detail = f"router weights of token {at}, layer {layer}: expert {expert} has {value:.6f}"
+    return Explained(Cause.WEIGHTS, detail)
 
 
 def _later_fit(found: Compared, count: int) -> bool:

@@ -49,7 +49,7 @@ class KvPart(NamedTuple):
 class Claim:
     """One turn. parent: None at the beginning of a conversation. labels: of each sampled token.
 
-    routes: [tokens, layers, top_k].
+    routes: [tokens, layers, top_k]. router_weights: of the same shape, float32.
     parts: which KV its tokens stood on, the last part being that of its end. position_end: the positions with KV at the end.
     length: of all tokens, from the first of the conversation on.
     """
@@ -59,6 +59,7 @@ class Claim:
     turn: TracedTurn
     labels: tuple[str, ...] = ()
     routes: np.ndarray | None = None
+    router_weights: np.ndarray | None = None
     parts: tuple[KvPart, ...] = ()
     position_end: int = 0
     length: int = 0
@@ -249,6 +250,7 @@ def _filled(claim: Claim) -> str | None:
         "sampling_logprobs": None if turn.sampling_logprobs is None else len(turn.sampling_logprobs),
         "sampling_masks": None if turn.sampling_masks is None else len(turn.sampling_masks),
         "routing_matrix": None if turn.routing_matrix is None else len(turn.routing_matrix),
+        "router_weights": None if turn.router_weights is None else len(turn.router_weights),
         "snapshots": turn.snapshots[-1].end if turn.snapshots else 0,
     }
     sizes = {name: size for name, size in columns.items() if size is not None}
@@ -263,6 +265,10 @@ def _filled(claim: Claim) -> str | None:
         claim.routes = _routes(turn)
         if claim.routes is None:
             return problem or "its routes do not fill [tokens, layers, top_k]"
+    if turn.router_weights is not None:
+        claim.router_weights = _of_experts(turn, turn.router_weights, np.dtype("<f4"))
+        if claim.router_weights is None or claim.routes is None:
+            return problem or "its router weights are not those of its routes"
     parts, first, left = [], 0, POSITIONS_MAX
     earlier = [(one.tokens, one.kv_snapshots) for one in turn.earlier_kv_snapshots]
     for until, spans in (*earlier, (len(labels), turn.kv_snapshots)):
@@ -310,17 +316,23 @@ def _spread(spans: Sequence[Span], most: int) -> tuple[str, ...] | None:
 def _routes(turn: TracedTurn) -> np.ndarray | None:
     assert turn.routing_matrix is not None
     dtype = np.dtype("<u2" if turn.routing_matrix_dtype == "uint16" else "u1")
+    routes = _of_experts(turn, turn.routing_matrix, dtype)
+    return None if routes is None else routes.astype(np.int64)
+
+
+def _of_experts(turn: TracedTurn, given: Sequence[str], dtype: np.dtype[Any]) -> np.ndarray | None:
+    """[tokens, layers, top_k]; None: they do not fill it."""
     shape = turn.routing_matrix_shape or []
     if len(shape) != 2 or min(shape) < 1:
         return None
     size = dtype.itemsize * shape[0] * shape[1]
     try:
-        rows = [base64.b64decode(one, validate=True) for one in turn.routing_matrix]
+        rows = [base64.b64decode(one, validate=True) for one in given]
     except (binascii.Error, ValueError):
         return None
     if any(len(row) != size for row in rows):
         return None
-    return np.frombuffer(b"".join(rows), dtype).reshape(len(rows), *shape).astype(np.int64)
+    return np.frombuffer(b"".join(rows), dtype).reshape(len(rows), *shape)
 
 
 def _read(record: dict[str, Any], kind: type[_Kind]) -> _Kind:

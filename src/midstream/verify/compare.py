@@ -33,16 +33,23 @@ class Compared:
     route: tuple[int, ...]
     sampling: tuple[int, ...]
     label: tuple[int, ...]
+    weights: tuple[int, ...]
 
     @property
     def clean(self) -> bool:
-        return not (self.logprob or self.route or self.sampling or self.label)
+        return not self.tokens
+
+    @property
+    def tokens(self) -> set[int]:
+        """Those that differ in any column."""
+        return {*self.logprob, *self.route, *self.sampling, *self.label, *self.weights}
 
 
 class Computed:
     """The numbers of all parts of a turn, put together: a row for each sampled token.
 
     sampling: the sampling log-probability of each token; None: the record does not have what shaped it.
+    weights: of the experts in `routes`; None: not asked for, or the model's code hides them.
     """
 
     def __init__(self, claim: Claim, parts: Sequence[tuple[int, int, Numbers]]) -> None:
@@ -51,6 +58,7 @@ class Computed:
         self.sampling: np.ndarray | None = None
         self.logprobs, self.best = np.zeros(count), np.zeros(count)
         self.routes: np.ndarray | None = None
+        self.weights: np.ndarray | None = None
         self.tied = any(numbers.tied for _, _, numbers in parts)
         for first, until, numbers in parts:
             size = min(until, count) - first
@@ -60,6 +68,10 @@ class Computed:
                 if self.routes is None:
                     self.routes = np.zeros((count, *numbers.routes.shape[1:]), dtype=np.int64)
                 self.routes[first:until] = numbers.routes[:size]
+            if numbers.weights is not None:
+                if self.weights is None:
+                    self.weights = np.zeros((count, *numbers.weights.shape[1:]), dtype=np.float32)
+                self.weights[first:until] = numbers.weights[:size]
 
     def draw(self, drawn: Redrawn | None) -> None:
         """drawn: what heard the passes."""
@@ -81,7 +93,29 @@ def compare(claim: Claim, computed: Computed, tolerance: float) -> Compared:
         else:
             route = np.arange(len(told))
     sampling = _sampled_otherwise(claim, computed, tolerance)
-    return Compared(_tuple(logprob), _tuple(route), tuple(sampling), tuple(mislabelled(claim)))
+    weights = np.flatnonzero(weights_off(claim, computed, tolerance).any((1, 2)))
+    return Compared(
+        _tuple(logprob), _tuple(route), tuple(sampling), tuple(mislabelled(claim)), _tuple(weights)
+    )
+
+
+def weights_off(claim: Claim, computed: Computed, tolerance: float) -> np.ndarray:
+    """Where recorded router weights are not those computed, [tokens, layers, top_k] in the order of the record.
+
+    Those of an expert are compared, whatever its place. Where a layer's experts are others, nothing is: the route differs.
+    """
+    told, made, routes = claim.router_weights, computed.weights, computed.routes
+    if told is None or made is None or routes is None or claim.routes is None or told.shape != made.shape:
+        return np.zeros((0, 0, 0), dtype=bool)
+    order, own = np.argsort(claim.routes, -1), np.argsort(routes, -1)
+    experts = np.take_along_axis(claim.routes, order, -1) == np.take_along_axis(routes, own, -1)
+    computed_there = np.take_along_axis(made, own, -1).astype(float)
+    moved = np.abs(np.take_along_axis(told, order, -1) - computed_there)
+    # Not a number is off, too.
+    far = ~(moved <= tolerance * np.maximum(1.0, np.abs(computed_there)))
+    off = np.zeros(told.shape, dtype=bool)
+    np.put_along_axis(off, order, far & experts.all(-1, keepdims=True), -1)
+    return off
 
 
 def _sampled_otherwise(claim: Claim, computed: Computed, tolerance: float) -> Iterator[int]:
@@ -175,6 +209,19 @@ def _route_values(claim: Claim, computed: Computed, token: int) -> tuple[str, st
     return f"{told}"[:120], f"{made}"[:120]
 
 
+def _weight_values(claim: Claim, computed: Computed, token: int) -> tuple[str, str]:
+    told, made = claim.router_weights, computed.weights
+    return _by_expert(claim.routes, told, token), _by_expert(computed.routes, made, token)
+
+
+def _by_expert(routes: np.ndarray | None, weights: np.ndarray | None, token: int) -> str:
+    """Of each layer, the weight of each expert."""
+    if routes is None or weights is None:
+        return "none"
+    layers = zip(routes[token].tolist(), weights[token].tolist(), strict=True)
+    return f"{[{e: round(w, 6) for e, w in sorted(zip(*layer, strict=True))} for layer in layers]}"[:120]
+
+
 _Values = Callable[[Claim, Computed, int], tuple[str, str]]
 #: Column: its tokens that differ, and what stands there and was computed.
 _COLUMNS: dict[str, tuple[Callable[[Compared], tuple[int, ...]], _Values]] = {
@@ -182,6 +229,7 @@ _COLUMNS: dict[str, tuple[Callable[[Compared], tuple[int, ...]], _Values]] = {
     "logprobs": (lambda found: found.logprob, _logprob_values),
     "sampling_logprobs": (lambda found: found.sampling, _sampling_values),
     "routing_matrix": (lambda found: found.route, _route_values),
+    "router_weights": (lambda found: found.weights, _weight_values),
 }
 
 

@@ -16,6 +16,7 @@ class Cause(StrEnum):
 
     LABEL = "wrong label"
     ROUTE = "swapped route row"
+    WEIGHTS = "router weights"
     LOGPROB = "moved logprob"
     SAMPLING = "other sampling parameters"
     SNAPSHOT = "other snapshot in the bucket"

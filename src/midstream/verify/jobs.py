@@ -34,6 +34,7 @@ class PassJob:
     first: the pass whose logits are asked for first; all passes behind it are asked for, too. top: of how many tokens the
     likeliest ones are asked for at the pass `first`. look: gets every row asked for. forced: the routes that the passes take,
     [passes, layers, top_k], OWN_ROUTE where the model's own are; None: those everywhere. Not every computer can force routes.
+    weights: what the experts of the routes are multiplied by is asked for.
     """
 
     ids: Sequence[int]
@@ -43,6 +44,7 @@ class PassJob:
     top: int = 0
     look: Look | None = None
     forced: np.ndarray | None = None
+    weights: bool = False
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,7 @@ class Numbers:
     """Of the passes asked for, one row each. best: the largest log-probability. routes: [rows, layers, top_k]; None: dense.
 
     tied: whether any router chose by less than rounding, in a row or before it. top: as asked for, the likeliest first.
+    weights: of the routes, float32; None: not asked for, or the model's code hides them.
     """
 
     logprobs: np.ndarray
@@ -57,6 +60,7 @@ class Numbers:
     routes: np.ndarray | None
     tied: bool
     top: tuple[int, ...] = ()
+    weights: np.ndarray | None = None
 
 
 class Computer(ABC):
@@ -91,5 +95,10 @@ def jobs_of(claim: Claim, tokens: Sequence[int] | None = None) -> Iterator[tuple
             # All KV was there: only the pass over the last token was of what served then.
             if kv[row] != claim.labels[first] and (first == 0 or len(claim.parts) > 1):
                 again = row, claim.labels[first]
-            yield first, until, PassJob(ids[: last + until + 1], kv[: last + until], row, again)
+            asked = claim.router_weights is not None
+            yield (
+                first,
+                until,
+                PassJob(ids[: last + until + 1], kv[: last + until], row, again, weights=asked),
+            )
         first = until

@@ -47,6 +47,7 @@ class _Sequence:
     logprobs: np.ndarray = field(default_factory=lambda: np.zeros(0))
     best: np.ndarray = field(default_factory=lambda: np.zeros(0))
     routes: np.ndarray | None = None
+    weights: np.ndarray | None = None
     top: tuple[int, ...] = ()
 
     @property
@@ -122,7 +123,9 @@ class PagedComputer(Computer):
             self._run([sequence for _, sequence in load], done)
             for i, sequence in load:
                 routes = None if self.routes is None else sequence.routes
-                numbers[i] = Numbers(sequence.logprobs, sequence.best, routes, sequence.tied, sequence.top)
+                numbers[i] = Numbers(
+                    sequence.logprobs, sequence.best, routes, sequence.tied, sequence.top, sequence.weights
+                )
         return [one for one in numbers if one is not None]
 
     def _loads(
@@ -156,6 +159,8 @@ class PagedComputer(Computer):
         made.logprobs, made.best = np.zeros(rows), np.zeros(rows)
         if self.routes is not None:
             made.routes = np.zeros((rows, *self.routes), dtype=np.int64)
+            if job.weights and self._loaded.first.decoder.gives_router_weights:
+                made.weights = np.zeros((rows, *self.routes), dtype=np.float32)
         return made
 
     def _run(self, sequences: Sequence[_Sequence], done: OnComputed | None) -> None:
@@ -200,7 +205,10 @@ class PagedComputer(Computer):
         # A decoder gives at least one row.
         rows = np.array(wanted or [0], dtype=np.int64)
         decoder = weights[0].model.decoder
-        logits, routes = decoder.forward(batch, self._cache, rows)
+        shares = None
+        if self.routes is not None and any(work.sequence.weights is not None for work in works):
+            shares = np.empty((len(batch.ids), *self.routes), np.float32)
+        logits, routes = decoder.forward(batch, self._cache, rows, shares)
         raw = logits.float()
         scores = raw - raw.logsumexp(-1, keepdim=True)
         at = 0
@@ -216,8 +224,11 @@ class PagedComputer(Computer):
                 row = slice(begin - job.first, work.last - job.first)
                 sequence.logprobs[row] = own.gather(1, targets[:, None])[:, 0].cpu().numpy()
                 sequence.best[row] = own.amax(-1).cpu().numpy()
+                of_batch = slice(first + begin - work.first, first + work.last - work.first)
                 if sequence.routes is not None and routes is not None:
-                    sequence.routes[row] = routes[first + begin - work.first : first + work.last - work.first]
+                    sequence.routes[row] = routes[of_batch]
+                if sequence.weights is not None and shares is not None:
+                    sequence.weights[row] = shares[of_batch]
                 if job.look is not None:
                     job.look(begin - job.first, raw[at : at + count].cpu().numpy())
                 if job.top and begin == job.first:

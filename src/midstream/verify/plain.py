@@ -98,7 +98,8 @@ class PlainComputer(Computer):
         routes = passes.routes[job.first :] if passes.routes.size else None
         top = passes.logprobs[0].topk(min(job.top, self.vocab)).indices.tolist() if job.top else ()
         best = passes.logprobs.amax(-1).numpy().astype(float)
-        return Numbers(logprobs, best, routes, bool(passes.ties), tuple(top))
+        weights = passes.weights[job.first :] if job.weights and passes.weights.size else None
+        return Numbers(logprobs, best, routes, bool(passes.ties), tuple(top), weights)
 
     def _need(self, snapshots: Sequence[str]) -> None:
         """Have all of them in memory, which one job may need."""

@@ -36,11 +36,12 @@ class Tie:
 @dataclass
 class Passes:
     """Of each input position: logits and log-probabilities [inputs, vocab] of the next token, from the first row asked for on;
-    routes [inputs, moe_layers, top_k]."""
+    routes [inputs, moe_layers, top_k]; weights: of the same shape, what the experts multiply by."""
 
     logits: torch.Tensor
     logprobs: torch.Tensor
     routes: np.ndarray
+    weights: np.ndarray
     ties: list[Tie]
 
 
@@ -108,6 +109,8 @@ class Recomputer:
         self._routers: dict[Path, list[Any]] = {}
         # Router, its logits, its choice.
         self._noted: list[tuple[Any, torch.Tensor, torch.Tensor]] = []
+        # What the experts of each layer are given with the choice.
+        self._multiplied: list[torch.Tensor] = []
         # [tokens of this pass, moe_layers, top_k].
         self._forced: torch.Tensor | None = None
         self._checkpoints: dict[str, Path] = {}
@@ -155,6 +158,8 @@ class Recomputer:
             if type(module).__name__.lower().endswith("topkrouter"):
                 module.register_forward_hook(self._hook(layer))
                 layer += 1
+            if type(module).__name__.endswith("Experts"):
+                module.register_forward_pre_hook(lambda _, inputs: self._multiplied.extend(inputs[2:3]))
             if hasattr(module, "expand_kv"):
                 self._expanded.attach(module)
         return model.eval()
@@ -190,22 +195,23 @@ class Recomputer:
         """
         cache = DynamicCache()
         self._expanded.begin()
-        logits, routes, ties = [], [], []
+        logits, routes, weights, ties = [], [], [], []
         for first, last in spans(kv[: len(ids)], self._span_max):
-            rows, taken, near = self._run(kv[first], ids, first, last, cache, forced)
+            rows, taken, shares, near = self._run(kv[first], ids, first, last, cache, forced)
             logits.append(rows[max(0, row - first) :].clone() if row > first else rows)
             routes.append(taken)
+            weights.append(shares)
             ties += near
-        every, chosen = torch.cat(logits), torch.cat(routes)
+        every, chosen, multiplied = torch.cat(logits), torch.cat(routes), torch.cat(weights)
         for position, snapshot in (again or {}).items():
             self._expanded.until = position + 1
-            rows, taken, near = self._run(
+            rows, taken, shares, near = self._run(
                 snapshot, ids, position, position + 1, Kept(cache, position), forced
             )
             self._expanded.until = None
-            every[position - row], chosen[position] = rows[0], taken[0]
+            every[position - row], chosen[position], multiplied[position] = rows[0], taken[0], shares[0]
             ties += near
-        return Passes(every, every.log_softmax(-1), chosen.numpy(), ties)
+        return Passes(every, every.log_softmax(-1), chosen.numpy(), multiplied.numpy(), ties)
 
     def _run(
         self,
@@ -215,14 +221,17 @@ class Recomputer:
         last: int,
         cache: DynamicCache,
         forced: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor, list[Tie]]:
-        self._noted = []
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[Tie]]:
+        """Logits, routes, what the experts multiplied by, and ties."""
+        self._noted, self._multiplied = [], []
         self._forced = None if forced is None else forced[first:last]
         model = self._loaded[self._checkpoints[snapshot]]
         output = model(torch.tensor([ids[first:last]]), past_key_values=cache, use_cache=True)
         chosen = [chosen.reshape(last - first, -1) for _, _, chosen in self._noted]
         routes = torch.stack(chosen, dim=1) if chosen else torch.zeros(last - first, 0, 0, dtype=torch.int64)
-        return output.logits[0], routes, [*self._ties(first)]
+        given = [weights.reshape(last - first, -1).float() for weights in self._multiplied]
+        shares = torch.stack(given, dim=1) if given else torch.zeros(last - first, 0, 0)
+        return output.logits[0], routes, shares, [*self._ties(first)]
 
     def _ties(self, first: int) -> Iterator[Tie]:
         for layer, (router, logits, _) in enumerate(self._noted):

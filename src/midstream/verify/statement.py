@@ -63,6 +63,7 @@ def statement_body(
             "turns": report.turns,
             "tokens": report.tokens,
             "routes": report.routes,
+            "router_weights": dict(sorted(report.weights.items())),
             "sampling_masks": report.masks,
             "positions_computed": report.positions,
             "largest_difference": report.off,

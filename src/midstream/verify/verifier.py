@@ -54,8 +54,8 @@ class Suspect:
 @dataclass
 class Report:
     """tokens: sampled tokens whose numbers were computed. positions: all that were computed for them. unverified: turns, by the
-    reason. masks: that were looked at. off, worst: the largest difference of a log-probability in turns that are clean, and in
-    all."""
+    reason. masks: that were looked at. weights: tokens with router weights, by whether these were computed. off, worst: the
+    largest difference of a log-probability in turns that are clean, and in all."""
 
     findings: list[Finding] = field(default_factory=list)
     turns: int = 0
@@ -66,6 +66,7 @@ class Report:
     ties: int = 0
     routes: int = 0
     masks: int = 0
+    weights: Counter[str] = field(default_factory=Counter)
     sampling: Counter[str] = field(default_factory=Counter)
     unverified: Counter[str] = field(default_factory=Counter)
 
@@ -202,6 +203,8 @@ class Verifier:
         report.turns += 1
         report.tokens += len(claim.labels)
         report.routes += 0 if claim.routes is None else len(claim.routes)
+        if claim.router_weights is not None:
+            report.weights["not computed" if computed.weights is None else "computed"] += len(claim.labels)
         if claim.turn.sampling_logprobs is not None:
             raw = "equal to logprobs" if drawn_raw(claim) else "not computed"
             report.sampling[raw if computed.sampling is None else "computed"] += len(claim.labels)
@@ -310,8 +313,7 @@ class Verifier:
     def _finding(self, suspect: Suspect, why: Explained) -> Finding:
         found = suspect.found
         listed = differences(suspect.claim, suspect.computed, found, TOKENS_LISTED)
-        count = len({*found.logprob, *found.route, *found.sampling, *found.label})
-        return Finding(why.cause, suspect.claim.place, why.detail, listed, count)
+        return Finding(why.cause, suspect.claim.place, why.detail, listed, len(found.tokens))
 
 
 class _Neighbours:

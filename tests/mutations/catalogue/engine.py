@@ -578,4 +578,12 @@ ENGINE = (
         ("engine/test_explain.py::test_every_planted_fault_is_named_and_has_the_part_that_it_made",),
         fast=False,
     ),
+    Mutation(
+        "router_weights_not_verified",
+        "verify/compare.py",
+        "    weights = np.flatnonzero(weights_off(claim, computed, tolerance).any((1, 2)))\n",
+        "    weights = np.zeros(0, dtype=np.int64)\n",
+        "Router weights of a record are those that its experts were multiplied by.",
+        ("engine/test_verify_weights.py",),
+    ),
 )

@@ -36,6 +36,14 @@ TRANSFER = (
         ("replica/test_replica_transfer.py",),
     ),
     Mutation(
+        "silence_is_a_living_trainer",
+        "replica/transfer.py",
+        "missed = seen is not TrainerState.ALIVE and",
+        "missed = seen is TrainerState.GONE and",
+        "A group does not outlive its trainer, whatever holds the trainer's port.",
+        ("replica/test_replica_transfer.py",),
+    ),
+    Mutation(
         "an_order_ends_with_its_caller",
         "replica/transfer.py",
         "return await asyncio.shield(task)",

@@ -140,7 +140,12 @@ class ReferencedRecords:
         found: list[LeftOut] = ["logprob", "sampling_logprob"]
         if not keeps_routes(kept):
             return found
-        return found + (["route"] if self._routes else []) + (["sampling_mask"] if self._masks else [])
+        own: dict[LeftOut, bool] = {
+            "route": self._routes,
+            "router_weights": self._router_weights,
+            "sampling_mask": self._masks,
+        }
+        return found + [column for column, has in own.items() if has]
 
     def take(self, choice: int, record: TokenRecord) -> None:
         """A generated token, in its order."""

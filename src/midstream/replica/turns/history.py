@@ -94,6 +94,7 @@ class _Answer:
         self.sampling_logprobs = array("d")
         self.constrained = False
         self.routes: list[bytes] = []
+        self.router_weights: list[bytes] = []
         self.masks: list[bytes] = []
         #: Tokens that a replica sampled that was lost. Their numbers are not known here.
         self.replayed = 0
@@ -115,6 +116,7 @@ class _Answer:
         self.sampling_logprobs.extend(_UNKNOWN if value is None else value for value in given)
         if keeps_routes(kept):
             self.routes += [record.route for record in records if record.route is not None]
+            self.router_weights += [r.router_weights for r in records if r.router_weights is not None]
             self.masks += [record.mask for record in records if record.mask is not None]
 
 
@@ -354,6 +356,7 @@ class History:
             answer.constrained,
             tuple(answer.masks) if len(answer.masks) == whole else (),
             sampling=self.sampling,
+            router_weights=b"".join(answer.router_weights) if len(answer.router_weights) == whole else b"",
         )
 
 

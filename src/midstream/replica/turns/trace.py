@@ -31,6 +31,7 @@ _LEFT_OUT: dict[LeftOut, dict[str, Any]] = {
     "logprob": {"logprobs": array("d")},
     "sampling_logprob": {"sampling_logprobs": array("d")},
     "route": {"routes": b""},
+    "router_weights": {"router_weights": b""},
     "sampling_mask": {"masks": ()},
 }
 
@@ -50,9 +51,7 @@ def traced(
     for column in without:
         record = record._replace(**_LEFT_OUT[column])
     size = len(record.routes) // count if count else 0
-    routes = [
-        b64encode(record.routes[at : at + size]).decode() for at in range(0, len(record.routes), size or 1)
-    ]
+    routes = _rows(record.routes, count)
     sampling = [None if math.isnan(value) else value for value in record.sampling_logprobs]
     return TracedTurn(
         turn=turn.number,
@@ -76,5 +75,12 @@ def traced(
         logprob_of=ALLOWED if record.constrained else None,
         sampling_masks=[b64encode(mask).decode() for mask in record.masks] or None,
         record_reference=record.reference,
+        router_weights=_rows(record.router_weights, count) or None,
         sampling=record.sampling,
     )
+
+
+def _rows(data: bytes, count: int) -> list[str]:
+    """In base64, one of equal size for each of `count` tokens."""
+    size = len(data) // count if count else 0
+    return [b64encode(data[at : at + size]).decode() for at in range(0, len(data), size or 1)]

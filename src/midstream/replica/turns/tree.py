@@ -134,7 +134,7 @@ class TurnRecord(NamedTuple):
     model: the one that they are snapshots of; "": the replica's own. resumed: how many of the sampled tokens, from the first
     on, are of a replica that was lost. Their numbers, and so those of the turn, went to the client alone. constrained: as in a
     TokenRecord. masks: of the sampled tokens; empty where they were not asked for. reference: to the file with columns.
-    sampling: what shaped their distributions.
+    sampling: what shaped their distributions. router_weights: of the routes; empty where they were not asked for.
     """
 
     finish: FinishReason
@@ -152,11 +152,13 @@ class TurnRecord(NamedTuple):
     masks: tuple[bytes, ...] = ()
     reference: TurnReference | None = None
     sampling: TurnSampling | None = None
+    router_weights: bytes = b""
 
     @property
     def size(self) -> int:
         masks = sum(len(mask) for mask in self.masks) + _MASK_BYTES * len(self.masks)
-        return 8 * (len(self.logprobs) + len(self.sampling_logprobs)) + len(self.routes) + masks
+        of_routes = len(self.routes) + len(self.router_weights)
+        return 8 * (len(self.logprobs) + len(self.sampling_logprobs)) + of_routes + masks
 
 
 class FoundTurn(NamedTuple):
