@@ -18,11 +18,15 @@ from midstream.core.types import GenerateRequest, SamplingParams
 from midstream.engine.embedded.limits import TokenLimiter
 from midstream.engine.embedded.sampler import sample
 from midstream.engine.step import SampleRow
-from midstream.verify.claims import Claim, gather
+from midstream.verify.claims import Claim, Tree, gather
 from midstream.verify.compare import TOLERANCES, Computed, compare
 from midstream.verify.drawing import redrawn
+from midstream.verify.explain import Explainer
 from midstream.verify.findings import Cause
+from midstream.verify.gaps import GapCause
+from midstream.verify.jobs import Computer, Numbers, OnComputed, PassJob
 from midstream.verify.paged import PagedComputer
+from midstream.verify.readings import mass
 from midstream.verify.verifier import Report, Verifier
 
 VOCAB, TOKENS = 97, 24
@@ -129,6 +133,42 @@ def test_rounding_that_parameters_enlarge_is_no_difference(given: dict[str, Any]
         assert compare(claim, computed, TOLERANCES["float32"]).sampling == ()
         claim.turn.sampling_logprobs[3] -= 0.1
         assert compare(claim, computed, TOLERANCES["float32"]).sampling == (3,)
+
+
+class Rows(Computer):
+    """Has these logits for the tokens of a turn."""
+
+    def __init__(self, logits: np.ndarray) -> None:
+        self.vocab, self.longest, self.dtype, self.about, self.routes = VOCAB, 64, "float32", {}, None
+        self._logits = logits
+
+    def compute(self, jobs: Sequence[PassJob], done: OnComputed | None = None) -> list[Numbers]:
+        for job in jobs:
+            if job.look is not None:
+                job.look(0, self._logits)
+        said = np.zeros(len(self._logits))
+        return [Numbers(said, said, None, False) for _ in jobs]
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"repetition_penalty": 0.02}, {"temperature": 0.02}, {"repetition_penalty": 30.0, "temperature": 0.5}],
+    ids=str,
+)
+def test_rounding_that_parameters_enlarge_leaves_a_gap_its_cause(given: dict[str, Any]) -> None:
+    for seed in range(8):
+        claim, logits = drawn(given, seed)
+        raw = [
+            float(row[token] - mass(row, -1)) for row, token in zip(logits, claim.turn.token_ids, strict=True)
+        ]
+        claim.turn = msgspec.structs.replace(claim.turn, logprobs=raw)
+        noise = np.random.default_rng(seed).uniform(-2e-5, 2e-5, logits.shape).astype(np.float32)
+        computer, tree = Rows(logits + noise), Tree("d", "", "k", "r", "b", 1, {1: claim})
+        explainer = Explainer(computer, lambda _: None, lambda claim: claim.logprobs)
+        [split] = explainer.explain([tree]).splits
+        assert {*split.details} == {GapCause.TEMPERATURE}
+        assert "penalties, filters or a grammar" not in split.details[GapCause.TEMPERATURE]
+        assert f"drawn at temperature {given.get('temperature', 1):g}" in split.details[GapCause.TEMPERATURE]
 
 
 @pytest.mark.parametrize("given", [one for one in GIVEN if one != {"temperature": 0.0}], ids=str)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -22,11 +23,13 @@ from midstream.core.audits import (
     AuditMismatch,
     AuditStats,
 )
+from midstream.core.traces import TracedTurn
 from midstream.core.types import GenerateRequest, GenerationEvent
 from midstream.engine.base import AtOnce
 from midstream.engine.vllm.arguments import vllm_card
 from midstream.replica import audit
 from midstream.replica.audit import Auditor, AuditorLost, Audits, is_chosen
+from midstream.replica.turns.tree import Turn
 from midstream.verify.findings import Cause
 
 BODY = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4, "seed": 1}
@@ -179,6 +182,50 @@ def test_the_auditor_is_halted_before_the_engine_has_a_request_and_proceeds_when
         assert stand.stats().audited == 2
 
     play(tmp_path, scenario)
+
+
+def test_the_auditor_is_halted_while_a_swap_is_under_way(tmp_path: Path) -> None:
+    async def scenario(stand: Stand) -> None:
+        await stand.turn("s")
+        await stand.told.asked.wait()
+        stand.events.clear()
+        stand.here.source.blocked = {"step-1"}
+        await stand.here.swap("step-1")
+        assert stand.events == ["halt"]
+        await stand.here.source.fetching.wait()
+        await stand.turn("t")
+        # The request has ended, and the fetch has not.
+        assert stand.events == ["halt", "generate"]
+        await stand.here.swapped("step-2")
+        counts = await stand.answered(AuditAnswer())
+        await stand.answered(AuditAnswer())
+        assert stand.events[2:] == ["generate", "proceed"]
+        assert counts.audited == 1
+
+    play(tmp_path, scenario)
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_a_large_turn_is_encoded_beside_the_event_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, large: bool
+) -> None:
+    by = set[bool]()
+    if large:
+        monkeypatch.setattr(audit, "LARGE_BYTES", 1)
+
+    async def scenario(stand: Stand) -> None:
+        traced = stand.audits.traced
+
+        def noted(turn: Turn) -> TracedTurn:
+            by.add(threading.current_thread() is threading.main_thread())
+            return traced(turn)
+
+        stand.audits.traced = noted
+        await stand.turn("s")
+        assert (await stand.answered(AuditAnswer())).audited == 1
+
+    play(tmp_path, scenario)
+    assert by == {not large}
 
 
 def test_nothing_is_audited_while_requests_come_one_behind_the_other(tmp_path: Path) -> None:

@@ -3,8 +3,8 @@
 Owns: the turns that wait, the auditor, and the counts of what it found.
 Always holds:
 - Whether a turn is audited follows from the seed, the session and its number alone.
-- The auditor computes only while the replica has had no request for IDLE_S. It is halted in the step of the loop in which one
-  comes, before the engine has it.
+- The auditor computes only while the replica has had no request and no swap for IDLE_S. It is halted in the step of the loop
+  in which one comes, before the engine has it.
 - It is another process with weights and KV of its own: nothing of the engine's cache or its labels is touched.
 - A name that means other files since the turn ended is no mismatch: the turn counts as not audited.
 - It ends when no turn has waited for KEEP_S, and when it has been halted for so long, so that a second copy of the weights does
@@ -49,6 +49,8 @@ SEED = 0
 WAITING_MAX = 256
 #: `max_dlogprob` is of so many turns.
 LATEST = 100
+#: Of a turn and the tokens before it. A smaller one takes less than a millisecond.
+LARGE_BYTES = 2**17
 
 
 class AuditorLost(Exception):
@@ -167,7 +169,7 @@ class Audits:
         self._waiting = deque(left)
 
     def moved(self, *, busy: bool) -> None:
-        """A request came or went."""
+        """A request or a swap came or went. busy: the replica has any."""
         if busy:
             if self._timer is not None:
                 self._timer.cancel()
@@ -237,7 +239,8 @@ class Audits:
 
     async def _audit(self, one: _Waiting) -> None:
         files = self._files_of(one.turn)
-        job = AuditJob(self._record(one), {name: str(path) for name, path in files.items()})
+        record = await self._encoded(one)
+        job = AuditJob(record, {name: str(path) for name, path in files.items()})
         try:
             if self._auditor is None:
                 self._auditor = await self._start()
@@ -274,6 +277,13 @@ class Audits:
                 *(key, number, self._replica, plain(found.snapshot), found.cause, plain(found.detail)),
                 answer.worst,
             )
+
+    async def _encoded(self, one: _Waiting) -> bytes:
+        """What is large is encoded in a thread, as no request is served meanwhile."""
+        positions = one.turn.record.kv[-1][2] if one.turn.record is not None and one.turn.record.kv else 0
+        if one.turn.size + 4 * positions < LARGE_BYTES:
+            return self._record(one)
+        return await asyncio.to_thread(self._record, one)
 
     def _record(self, one: _Waiting) -> bytes:
         """The turn as a record that stands alone."""

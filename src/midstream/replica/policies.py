@@ -95,6 +95,11 @@ class ServedPolicies:
         """Inside all gates."""
         return sum(policy.gate.inside for policy in self.everyone)
 
+    @property
+    def loading(self) -> bool:
+        """Whether a swap is under way, or due."""
+        return not all(policy.driver.resting for policy in self.everyone)
+
     def start(self, info: ModelInfo) -> None:
         """A boot's engine runs."""
         self._base.begin(info)

@@ -445,7 +445,7 @@ class Replica:
 
     def _changed(self) -> None:
         if self._audits is not None:
-            self._audits.moved(busy=self.policies.requests > 0)
+            self._audits.moved(busy=self.policies.requests > 0 or self.policies.loading)
         if self.own.driver.quiet:
             return
         watch, self._watch = self._watch, asyncio.Event()

@@ -60,10 +60,13 @@ def is_greedy(sampling: TurnSampling) -> bool:
 
 def grown(sampling: TurnSampling) -> float:
     """How often as large rounding of logits is at most, behind their division and penalties."""
-    if is_greedy(sampling):
-        return 1.0
+    return 1.0 if is_greedy(sampling) else max(1.0, scaled(sampling) / sampling.temperature)
+
+
+def scaled(sampling: TurnSampling) -> float:
+    """How often as large penalties make a logit, and its rounding, at most."""
     by = sampling.repetition_penalty
-    return max(1.0, max(by, 1.0 / by) / sampling.temperature)
+    return max(by, 1.0 / by)
 
 
 def is_filtered(sampling: TurnSampling) -> bool:
@@ -136,6 +139,8 @@ class Redrawn:
         self._kept: Sequence[np.ndarray | None] | None = None
         self._whole: frozenset[int] | None = None
         self.rows: dict[int, np.ndarray] = {}
+        # How far the recorded raw log-probabilities are off the rows.
+        self._rounding = 0.0
 
     def begin(self, vocab: int) -> None:
         """vocab: of the model."""
@@ -163,14 +168,15 @@ class Redrawn:
         shaped = self._shaped.of(at, row)
         if at in self._whole:
             self.rows[at] = shaped
+            own = float(row[self._claim.turn.token_ids[at]] - mass(row, -1))
+            self._rounding = max(self._rounding, abs(own - self._claim.logprobs[at]))
         warm = shaped / self._sampling.temperature
         own = float(warm[self._claim.turn.token_ids[at]])
         kept = None if self._kept is None else self._kept[at]
         if kept is not None:
             self.values[at] = own - float(mass(warm[kept], -1))
             return
-        by = self._sampling.repetition_penalty
-        slack = self._slack * float(np.abs(row).max()) * max(by, 1.0 / by) / self._sampling.temperature
+        slack = self._slack * float(np.abs(row).max()) * scaled(self._sampling) / self._sampling.temperature
         most, least = _masses(warm, own, self._sampling, slack)
         # Of a token that cannot have been drawn the number is infinite, or none.
         near = float(np.clip(self._told[at], own - most, own - least))
@@ -181,11 +187,8 @@ class Redrawn:
         if is_greedy(self._sampling) and not self.rows:
             return None
         kept = self._kept or [None] * len(self.values)
-        ids = self._claim.turn.token_ids
-        raw = [float(row[ids[at]] - mass(row, -1)) for at, row in sorted(self.rows.items())]
-        by_token = dict(zip(sorted(self.rows), raw, strict=True))
-        every = [by_token.get(at, 0.0) for at in range(len(self.values))]
-        return temperature_of(self.rows, ids, kept, every, self._told, tolerance)
+        off = max(tolerance, 2 * self._rounding) * scaled(self._sampling)
+        return temperature_of(self.rows, self._claim.turn.token_ids, kept, self._told, off)
 
 
 def _masses(warm: np.ndarray, own: float, sampling: TurnSampling, slack: float) -> tuple[float, float]:

@@ -186,13 +186,11 @@ class Explainer:
         soughts = {case: sought_by(case.sampled, case.kept) for case in cases}
         self._compute([(case, base) for case in cases], report, soughts)
         for case in cases:
-            rows = {at: case.shaped(at, row) for at, row in case.rows.pop(base, {}).items()}
-            ids = case.claim.turn.token_ids
-            raw = case.raw_of(rows)
-            recorded = case.recorded_temperature
-            case.temperature = temperature_of(
-                rows, ids, case.kept, raw, case.sampled, self.tolerance, recorded
-            )
+            plain = case.rows.pop(base, {})
+            rounding = case.rounding(plain, self.tolerance)
+            rows = {at: case.shaped(at, row) for at, row in plain.items()}
+            ids, recorded = case.claim.turn.token_ids, case.recorded_temperature
+            case.temperature = temperature_of(rows, ids, case.kept, case.sampled, rounding, recorded)
 
     def _compute(
         self,
@@ -225,14 +223,17 @@ class Explainer:
         self._luckless = 0 if found else self._luckless + len(cases)
 
     def _fits(self, case: Case) -> bool:
-        return self._best(case).off(case) <= self.tolerance
+        return self._is_close(case, self._best(case))
+
+    def _is_close(self, case: Case, guess: _Guess) -> bool:
+        return guess.off(case) <= self.tolerance * case.grown(guess.way)
 
     # -- which of them fits
 
     def _best(self, case: Case) -> _Guess:
         guesses = [*_guesses(case, (0,))]
         best = min(guesses, key=lambda guess: guess.score)
-        if best.off(case) > self.tolerance and len(case.told) >= SHIFT_TOKENS_MIN:
+        if not self._is_close(case, best) and len(case.told) >= SHIFT_TOKENS_MIN:
             best = min((best, *_guesses(case, (1, -1))), key=lambda guess: guess.score)
         return best
 
@@ -275,9 +276,9 @@ class Explainer:
         self, case: Case, asked: Counterfactual, way: Way, target: np.ndarray
     ) -> np.ndarray | None:
         """What a router's near ties make of the passes if that is the target, and they themselves are not it."""
-        passes = case.passes[asked]
+        passes, tolerance = case.passes[asked], self.tolerance * case.grown(way)
         off = float(np.abs(passes.values[way] - target).max(initial=0.0))
-        if self._other_ties is None or not passes.tied or off <= self.tolerance:
+        if self._other_ties is None or not passes.tied or off <= tolerance:
             return None
         pieces = asked_of(case, asked)
         if len(pieces) != 1:
@@ -289,7 +290,7 @@ class Explainer:
             return case.of_reading(reading.of, way)[:size]
 
         def fits(_: Numbers) -> bool:
-            return bool((np.abs(now() - target) <= self.tolerance).all())
+            return bool((np.abs(now() - target) <= tolerance).all())
 
         return now().copy() if self._other_ties(piece.job, fits) is not None else None
 

@@ -17,7 +17,7 @@ import numpy as np
 from midstream.client.records import LogprobKind
 from midstream.verify.claims import Claim, KvPart
 from midstream.verify.compare import LOGPROB_MIN
-from midstream.verify.drawing import Shaped, is_filtered, is_greedy, recomputable
+from midstream.verify.drawing import Shaped, is_filtered, is_greedy, recomputable, scaled
 from midstream.verify.jobs import OWN_ROUTE, Computer, Numbers, PassJob, jobs_of
 from midstream.verify.readings import RAW, SAMPLED, Reading, Way, drawn_otherwise, mass
 from midstream.verify.trainer import TrainerTurn
@@ -101,6 +101,7 @@ class Case:
         sampling = self.claim.turn.sampling
         self._shaped = Shaped(self.claim, sampling) if sampling is not None else None
         self.penalised = self._shaped is not None and self._shaped.changes
+        self._scaled = 1.0 if sampling is None or not recomputable(sampling) else scaled(sampling)
         theirs, prompt = self.given.token_ids, self.given.prompt_ids
         other = theirs is not None and theirs != self.claim.turn.token_ids
         self.theirs = other or (prompt is not None and prompt != self.claim.prompt)
@@ -133,12 +134,18 @@ class Case:
         """The logits of a token's pass behind the recorded penalties."""
         return row if self._shaped is None else self._shaped.of(token, row.astype(np.float64))
 
-    def raw_of(self, rows: Mapping[int, np.ndarray]) -> list[float]:
-        """What rows say of their tokens at temperature 1: as recorded, where nothing but a temperature shaped them."""
-        raw = [*self.claim.logprobs]
-        for at, row in rows.items() if self.penalised else ():
-            raw[at] = float(row[self.claim.turn.token_ids[at]] - mass(row, -1))
-        return raw
+    def rounding(self, rows: Mapping[int, np.ndarray], tolerance: float) -> float:
+        """How far a number behind the penalties may be off at temperature 1: the tolerance, or twice what the recorded raw ones
+        are off the rows, as often as penalties enlarge it."""
+        ids, raw = self.claim.turn.token_ids, self.claim.logprobs
+        off = [abs(float(row[ids[at]] - mass(row, -1)) - raw[at]) for at, row in rows.items()]
+        return max(tolerance, 2 * max(off, default=0.0)) * self._scaled
+
+    def grown(self, way: Way) -> float:
+        """How often as large the recorded parameters make rounding in the numbers of a way."""
+        if not way.tempered or not self.temperature:
+            return 1.0
+        return max(1.0, self._scaled / self.temperature)
 
     def ids(self, theirs: bool) -> list[int]:
         if not theirs:
@@ -173,7 +180,8 @@ class Case:
             for asked in [one for one in self.passes if one.fresh is None and one.theirs == self.theirs]:
                 self.passes[asked._replace(fresh=LABELS)] = self.passes[asked]
         warm = [self.start.tempered]
-        if self.knows_sampled and drawn_otherwise(self.claim) and self.temperature != 1.0:
+        plain = self.temperature == 1.0 and not self.penalised
+        if self.knows_sampled and drawn_otherwise(self.claim) and not plain:
             warm.append(not self.start.tempered)
         masked = [self.start.masked, not self.start.masked] if self.masked else [self.start.masked]
         self.ways = [

@@ -123,15 +123,14 @@ def temperature_of(
     rows: dict[int, np.ndarray],
     ids: Sequence[int],
     kept: Sequence[np.ndarray | None],
-    raw: Sequence[float],
     sampled: np.ndarray,
-    tolerance: float,
+    rounding: float,
     recorded: float | None = None,
 ) -> float | None:
     """The temperature that gives the sampling log-probabilities of the tokens with a row; None: none does, or none is asked.
 
-    raw, sampled: as recorded. It gives them to `tolerance`, or to twice what the recorded raw ones are off the rows.
-    recorded: the temperature that the record has, which is tried first.
+    sampled: as recorded. rounding: how far they may be off at temperature 1. recorded: the temperature that the record has,
+    which is tried first.
     """
     if not rows:
         return None
@@ -142,11 +141,9 @@ def temperature_of(
     def mean(by: float) -> float:
         return sum(off(by)) / len(rows)
 
-    rounding = max(abs(_at(row, ids[at], None, 1.0) - raw[at]) for at, row in rows.items())
-
     def fits(by: float) -> bool:
         # Rounding of logits grows as they are divided.
-        return max(off(by)) <= max(tolerance, 2 * rounding) * max(1.0, 1 / by)
+        return max(off(by)) <= rounding * max(1.0, 1 / by)
 
     if recorded is not None and fits(recorded):
         return recorded

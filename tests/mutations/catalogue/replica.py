@@ -618,4 +618,12 @@ REPLICA = (
         "A token takes the short way only to the bytes of the long way.",
         ("replica/test_token_lane.py",),
     ),
+    Mutation(
+        "an_audit_goes_on_in_a_swap",
+        "replica/replica.py",
+        " or self.policies.loading)",
+        ")",
+        "No audit computes while a swap is under way.",
+        ("replica/test_turn_audits.py::test_the_auditor_is_halted_while_a_swap_is_under_way",),
+    ),
 )

@@ -171,7 +171,9 @@ class SwapDriver:
                 while self._attempts.due:
                     self._at_work = True
                     await self._next_attempt()
-                self._at_work = False
+                if self._at_work:
+                    self._at_work = False
+                    self._on_change()
         finally:
             self._stop_reading()
 
