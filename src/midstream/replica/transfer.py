@@ -342,8 +342,7 @@ class GroupPart:
 
     def _ended(self, reason: str, *, lost: bool) -> None:
         self.reason, self.lost = reason, lost
-        if lost:
-            log.warning("group %s ended: %s", self.group, reason)
+        log.log(logging.WARNING if lost else logging.INFO, "group %s ended: %s", self.group, reason)
         self._close_update()
         looks, self._looks = self._looks, None
         if looks is not None and looks is not asyncio.current_task():
@@ -365,9 +364,7 @@ class GroupPart:
             # A part that is finishing by now has all that its trainer sent.
             missed = seen is not TrainerState.ALIVE and self.phase in _NEEDS_TRAINER
             unanswered = unanswered + 1 if missed else 0
-        why = "is gone" if seen is TrainerState.GONE else "does not answer"
-        log.info("group %s ended: its trainer %s", self.group, why)
-        self.end(f"its trainer {why}")
+        self.end("its trainer is gone" if seen is TrainerState.GONE else "its trainer does not answer")
 
     async def _watch_end(self) -> None:
         self.end(await self._receiver.ended(), lost=True)
