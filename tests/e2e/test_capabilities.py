@@ -30,7 +30,7 @@ def test_the_model_shows_its_engine_to_openai_clients_and_others(
             "version": __version__,
             "features": [name for name in ENGINE_FEATURES if name != "router_weights"],
             "lacks": ["router_weights"],
-            "why": {"router_weights": "the setting engine.router_weights is off"},
+            "why": {"router_weights": "the setting embedded.router_weights is off"},
         }
         assert shown["max_model_len"] > 0
         assert listed.model_extra is not None

@@ -111,7 +111,7 @@ def make_records(place: Path, make: Callable[..., Path]) -> Kept:
     """Sessions over three swaps with different cache policies, and a policy whose adapter changes."""
     url, base = (place / "kept").as_uri(), make()
     config = place / "config.toml"
-    config.write_text("[engine]\nrouter_weights = true\n")
+    config.write_text("[embedded]\nrouter_weights = true\n")
     options = (
         "--model",
         str(base),

@@ -118,7 +118,7 @@ def test_who_does_not_ask_gets_none_and_an_engine_without_the_setting_says_so(
     plain = EngineCore(tiny_model(), settings(kernels, router_weights=False))
     card = plain.info().card
     assert not card.has("router_weights")
-    assert card.why["router_weights"] == "the setting engine.router_weights is off"
+    assert card.why["router_weights"] == "the setting embedded.router_weights is off"
     got = run(plain, [asked("r", PROMPT)])["r", 0]
     assert {record.router_weights for record in (*got.prompt, *got.tokens)} == {None}
 

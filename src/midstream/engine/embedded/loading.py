@@ -119,7 +119,7 @@ def load_model(directory: Path, settings: EngineSettings) -> LoadedModel:
         loaded = _loaded(module, checked_decoder(module, settings))
         if settings.router_weights and loaded.decoder.moe_layers and not loaded.decoder.gives_router_weights:
             raise UnsupportedModel(
-                f"engine.router_weights: not with {type(module).__name__}, which hides them"
+                f"embedded.router_weights: not with {type(module).__name__}, which hides them"
             )
         probe(loaded)
     return loaded

@@ -29,7 +29,7 @@ def embedded_card(settings: EngineSettings, *, grammars: bool, reproducible: boo
     kept = settings.router_weights
     has = {"grammars": grammars, "reproducible_sampling": reproducible, "router_weights": kept}
     features = tuple(feature for feature in ENGINE_FEATURES if has.get(feature, True))
-    why = {} if kept else {"router_weights": "the setting engine.router_weights is off"}
+    why = {} if kept else {"router_weights": "the setting embedded.router_weights is off"}
     return EngineCard(kind="embedded", version=__version__, features=features, why=why)
 
 
