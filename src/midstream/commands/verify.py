@@ -31,6 +31,7 @@ from midstream.commands.recomputing import (
 from midstream.core.errors import ConfigError, SnapshotError
 from midstream.core.text import plain
 from midstream.verify.claims import ClaimedRecords
+from midstream.verify.compare import WEIGHTS_WIDER
 from midstream.verify.statement import sealed, statement_body
 from midstream.verify.verifier import Report, Verifier, used
 
@@ -115,7 +116,7 @@ def _verified(
         "tolerances": {
             "logprob": verifier.tolerance,
             "routes": "equal sets of experts",
-            "router_weights": verifier.tolerance,
+            "router_weights": WEIGHTS_WIDER * verifier.tolerance,
         },
         "versions": versions(),
         "created": time.time(),

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from midstream.verify.claims import Claim, KvPart
-from midstream.verify.compare import Compared, Computed, compare, weights_off
+from midstream.verify.compare import WEIGHTS_WIDER, Compared, Computed, compare, weights_off
 from midstream.verify.findings import Cause
 from midstream.verify.jobs import Computer, PassJob, jobs_of
 
@@ -215,7 +215,7 @@ def _of_weights(claim: Claim, found: Compared, computed: Computed, tolerance: fl
     at = found.weights[0]
     off = weights_off(claim, computed, tolerance)[at]
     layer, place = (int(index) for index in np.argwhere(off)[0])
-    like = np.abs(np.sort(made, -1) - np.sort(told[at], -1)).max((1, 2)) <= tolerance
+    like = np.abs(np.sort(made, -1) - np.sort(told[at], -1)).max((1, 2)) <= WEIGHTS_WIDER * tolerance
     if like[at]:
         detail = f"router weights of token {at}, layer {layer}: its experts have each other's"
     elif like.any():

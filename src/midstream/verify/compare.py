@@ -19,6 +19,8 @@ from midstream.verify.jobs import Numbers
 
 #: In nats, by dtype. docs/engines.md has what rounding was measured to do: 4e-5 at most in float32, and as near ties elsewhere.
 TOLERANCES = {"float32": 1e-4, "float16": 6e-3, "bfloat16": 5e-2}
+#: Of a router weight, how many times these: a router's logits are larger than differences of log-probabilities.
+WEIGHTS_WIDER = 4
 #: How far from 0 rounding may move the sampling log-probability of a token that was drawn from itself alone.
 ALONE_OFF = 1e-4
 #: What stands in JSON for minus infinity.
@@ -103,6 +105,7 @@ def weights_off(claim: Claim, computed: Computed, tolerance: float) -> np.ndarra
     """Where recorded router weights are not those computed, [tokens, layers, top_k] in the order of the record.
 
     Those of an expert are compared, whatever its place. Where a layer's experts are others, nothing is: the route differs.
+    tolerance: of a log-probability.
     """
     told, made, routes = claim.router_weights, computed.weights, computed.routes
     if told is None or made is None or routes is None or claim.routes is None or told.shape != made.shape:
@@ -112,7 +115,7 @@ def weights_off(claim: Claim, computed: Computed, tolerance: float) -> np.ndarra
     computed_there = np.take_along_axis(made, own, -1).astype(float)
     moved = np.abs(np.take_along_axis(told, order, -1) - computed_there)
     # Not a number is off, too.
-    far = ~(moved <= tolerance * np.maximum(1.0, np.abs(computed_there)))
+    far = ~(moved <= WEIGHTS_WIDER * tolerance * np.maximum(1.0, np.abs(computed_there)))
     off = np.zeros(told.shape, dtype=bool)
     np.put_along_axis(off, order, far & experts.all(-1, keepdims=True), -1)
     return off
