@@ -37,7 +37,7 @@ from midstream.core.transfer import (
 from midstream.core.types import Content, Desired, FileContent
 from midstream.fleet.loop import Reconciler
 from midstream.fleet.push import PushDoor
-from midstream.fleet.push_orders import OrderFailed, OrderRefused
+from midstream.fleet.push_orders import MemberLeft, OrderFailed, OrderRefused
 from midstream.fleet.push_upkeep import PushUpkeep
 from midstream.fleet.registry import Deployment, Deployments
 from midstream.fleet.replica_set import ReplicaSet
@@ -138,6 +138,8 @@ class FakeReplica:
                     raise OrderFailed(f"{self.name}: its whole files are not in this snapshot cache")
                 return Digested(content=content(self.bytes))
             case Alive():
+                if order.group != self.group:
+                    raise MemberLeft(f"{self.name} answered 409: another group")
                 return TrainerSeen(self.trainer)
             case _:
                 if order.group != self.group:

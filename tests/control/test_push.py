@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from push_world import DEPLOYMENT, MODEL, SETTINGS, World, content, in_world
+from push_world import DEPLOYMENT, MODEL, SETTINGS, Gateway, World, content, in_world
 
 from midstream.core.errors import (
     Conflict,
@@ -19,6 +19,7 @@ from midstream.core.errors import (
     SnapshotRefused,
 )
 from midstream.core.transfer import (
+    Alive,
     Begin,
     Check,
     Drop,
@@ -32,7 +33,7 @@ from midstream.core.transfer import (
 )
 from midstream.core.types import Stage, Transition
 from midstream.fleet import push, push_orders
-from midstream.fleet.push_upkeep import KEEP_ROUNDS, LEASE_S, PushUpkeep
+from midstream.fleet.push_upkeep import KEEP_ROUNDS, LEASE_S, MEMBERS_LOOK_S, PushUpkeep
 from midstream.fleet.registry import Deployments
 from midstream.ledger import LedgerUnavailable, Phase, Signal
 
@@ -398,6 +399,53 @@ def test_a_group_that_is_past_its_deadline_takes_no_call(tmp_path: Path) -> None
             await gateway.update()
         assert world.groups == set()
         assert not [o for one in world.replicas.values() for o in one.orders if isinstance(o, Receive)]
+
+    in_world(tmp_path, work)
+
+
+def test_a_group_that_waits_ends_once_its_last_replica_has_left_it(tmp_path: Path) -> None:
+    async def look(gateway: Gateway) -> bool:
+        """Whether the group is still open."""
+        gateway.world.clock.time += MEMBERS_LOOK_S
+        await gateway.upkeep.look_once()
+        await gateway.upkeep.kept()
+        return await gateway.world.group() is not None
+
+    async def work(world: World) -> None:
+        one, other = world.gateways
+        await one.init()
+        for gateway in world.gateways:
+            await gateway.upkeep.look_once()
+            assert await look(gateway), "all replicas are in it"
+        replicas = [*world.replicas.values()]
+        for replica in replicas[:2]:
+            # They found that its trainer is gone.
+            replica.group = ""
+            assert await look(other), "a replica is in it"
+        replicas[2].faults[Alive] = "stall"
+        assert await look(other), "a replica does not answer"
+        replicas[2].restart()
+        assert await look(other), "the gateway has not heard of its restart"
+        world.hear()
+        assert not await look(other)
+        assert other.door.counts.groups_ended == {"left": 1}
+        assert (await one.init()).group == (await world.group()).group
+
+    in_world(tmp_path, work, gateways=2)
+
+
+def test_a_group_in_a_call_is_left_to_its_deadline(tmp_path: Path) -> None:
+    async def work(world: World) -> None:
+        [gateway] = world.gateways
+        await gateway.init()
+        await gateway.start()
+        for replica in world.replicas.values():
+            replica.group = ""
+        await gateway.upkeep.look_once()
+        world.clock.time += MEMBERS_LOOK_S
+        await gateway.upkeep.look_once()
+        await gateway.upkeep.kept()
+        assert (await world.group()).phase is Phase.STARTED
 
     in_world(tmp_path, work)
 

@@ -21,7 +21,8 @@ from midstream.ledger import Phase
 Outcome = Literal["committed", "fenced", "dropped", "ended"]
 #: Why a group ended. replaced: its trainer, or another one, formed a new group. members: other replicas, or other boots, are to
 #: take part. failed: too many replicas did not do their part. fenced: its last update was committed without some replicas.
-Ending = Literal["shutdown", "replaced", "refused", "members", "failed", "deadline", "fenced"]
+#: left: no replica is in it any more, mostly because its trainer died.
+Ending = Literal["shutdown", "replaced", "refused", "members", "failed", "deadline", "fenced", "left"]
 OUTCOMES: tuple[Outcome, ...] = ("committed", "fenced", "dropped", "ended")
 ENDINGS: tuple[Ending, ...] = (
     "shutdown",
@@ -31,6 +32,7 @@ ENDINGS: tuple[Ending, ...] = (
     "failed",
     "deadline",
     "fenced",
+    "left",
 )
 #: Ends that a trainer chose.
 CHOSEN: tuple[Ending, ...] = ("shutdown", "replaced")

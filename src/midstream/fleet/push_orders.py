@@ -57,6 +57,10 @@ class OrderFailed(Exception):
     """The replica did not do it. The message names the replica."""
 
 
+class MemberLeft(OrderFailed):
+    """The replica is not in the group any more, or the group's phase there is another one."""
+
+
 class Orders(Protocol):
     """The replicas of one deployment, by name."""
 
@@ -80,17 +84,20 @@ class ReplicaOrders:
         except ReplicaRefused as error:
             if error.answer.status == 400:
                 raise OrderRefused(error.answer.message, error.answer.param) from error
-            raise OrderFailed(error.message) from error
+            kind = MemberLeft if error.answer.status == 409 else OrderFailed
+            raise kind(error.message) from error
         except ReplicaUnavailable as error:
             raise OrderFailed(error.message) from error
 
 
 @dataclass
 class OrderAnswers:
-    """What replicas answered, by name. failed: why others did not. refused: the first refusal, which ends the wait."""
+    """What replicas answered, by name. failed: why others did not. left: those of them that raised MemberLeft. refused: the
+    first refusal, which ends the wait."""
 
     answers: dict[str, bytes] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
+    left: set[str] = field(default_factory=set)
     refused: OrderRefused | None = None
 
 
@@ -138,6 +145,8 @@ def _note(found: OrderAnswers, replica: str, task: asyncio.Task[bytes]) -> None:
         found.answers[replica] = task.result()
     except OrderFailed as error:
         found.failed[replica] = str(error)
+        if isinstance(error, MemberLeft):
+            found.left.add(replica)
     except OrderRefused as error:
         found.refused = found.refused or error
 
@@ -149,15 +158,23 @@ async def trainer_lives(orders: Orders, group: Transfer, there: Sequence[Transfe
     A trainer that may live is left its group: its members end that soon, unless it answers. there: the members that are still
     in the group.
     """
-    found = await ask(
-        orders,
-        there,
-        lambda member: Alive(group=group.group, boot=member.boot, within_s=ALIVE_S),
-        len(there),
-    )
+    found = await _ask_for_trainer(orders, group, there)
     seen = [read_answer(answer, TrainerSeen) for answer in found.answers.values()]
     heard = [answer.state is not TrainerState.GONE for answer in seen if answer is not None]
     return any(heard) if heard else bool(there) and group.deadline is not None
+
+
+async def may_have_members(orders: Orders, group: Transfer, there: Sequence[TransferMember]) -> bool:
+    """Whether a replica is in the group, or does not answer. there: as far as their boots say so."""
+    found = await _ask_for_trainer(orders, group, there)
+    return len(found.left) < len(there)
+
+
+async def _ask_for_trainer(orders: Orders, group: Transfer, there: Sequence[TransferMember]) -> OrderAnswers:
+    def order(member: TransferMember) -> Alive:
+        return Alive(group=group.group, boot=member.boot, within_s=ALIVE_S)
+
+    return await ask(orders, there, order, len(there))
 
 
 def read_answer(answer: bytes, kind: type[T]) -> T | None:

@@ -4,6 +4,7 @@ Whole files of incremental snapshots with long chains (a rebase) come into the b
 
 Always holds:
 - Every gateway looks at the ledger once in LOOK_S. So what a dead gateway left is done by another one.
+- A group that waits for its trainer ends soon after its last replica has left it, as replicas leave a trainer that is gone.
 - One replica at a time brings the files of an update into the bucket. One that serves them is asked first.
 - What is desired is never given up: a bucket may come back after an hour.
 - The files of an identity that means others by now, or is not known any more, are kept nowhere. Nor are those that no replica
@@ -21,14 +22,17 @@ from midstream.core.errors import MidstreamError, NotFound
 from midstream.core.retry import Backoff
 from midstream.core.transfer import Keep
 from midstream.fleet.push import PushDoor
-from midstream.fleet.push_orders import keep
+from midstream.fleet.push_members import boot_of
+from midstream.fleet.push_orders import keep, may_have_members
 from midstream.fleet.rebase import KEEP_S, rebased
 from midstream.fleet.registry import Deployment, Deployments
-from midstream.ledger import Kept, Ledger, LedgerUnavailable, Unkept
+from midstream.ledger import Kept, Ledger, LedgerUnavailable, Phase, Transfer, Unkept
 
 logger = logging.getLogger(__name__)
 
 LOOK_S = 1.0
+#: Between two looks whether replicas are still in a group that waits for its trainer.
+MEMBERS_LOOK_S = 30.0
 #: If its gateway is gone, another one begins after so long.
 LEASE_S = 30.0
 #: All replicas failed. They are asked again after so long, and after twice that the next time.
@@ -55,6 +59,9 @@ class PushUpkeep:
         self._sleep = sleep
         self._wake = asyncio.Event()
         self._keeping: dict[tuple[str, int], asyncio.Task[None]] = {}
+        #: By group, when it was looked at last, by the ledger's clock; and the looks under way.
+        self._looked: dict[str, float] = {}
+        self._looking: set[asyncio.Task[None]] = set()
         door.on_commit = self._wake.set
 
     def __repr__(self) -> str:
@@ -74,7 +81,7 @@ class PushUpkeep:
                         await self._wake.wait()
                 self._wake.clear()
         finally:
-            tasks = tuple(self._keeping.values())
+            tasks = (*self._keeping.values(), *self._looking)
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -85,20 +92,42 @@ class PushUpkeep:
         counts = self._door.counts
         counts.open = {group.deployment: group.phase for group in groups}
         counts.waiting_s = await self._ledger.updates_waiting_s()
+        now = self._ledger.clock()
+        self._looked = {group.group: self._looked.get(group.group, now) for group in groups}
         for group in groups:
             deployment = self._deployments.known(group.deployment)
-            if deployment is not None and group.late(self._ledger.clock()):
+            if deployment is None:
+                continue
+            if group.late(now):
                 await self._door.end(
                     deployment, group, "deadline", f"it was past its deadline while it was {group.phase}"
                 )
+            elif group.phase is Phase.JOINED and now - self._looked[group.group] >= MEMBERS_LOOK_S:
+                self._looked[group.group] = now
+                task = asyncio.create_task(self._end_if_left(deployment, group), name="members of a group")
+                self._looking.add(task)
+                task.add_done_callback(self._looking.discard)
         for update in await self._ledger.unkept_updates():
             deployment = self._deployments.known(update.deployment)
             if deployment is not None and (update.of, update.key) not in self._keeping:
                 await self._begin_to_keep(deployment, update)
 
     async def kept(self) -> None:
-        """Returns when the tries that have begun are over."""
-        await asyncio.gather(*self._keeping.values(), return_exceptions=True)
+        """Returns when what has begun is over."""
+        await asyncio.gather(*self._keeping.values(), *self._looking, return_exceptions=True)
+
+    async def _end_if_left(self, deployment: Deployment, group: Transfer) -> None:
+        boots = {member: boot_of(deployment, member.replica) for member in group.active}
+        there = [member for member, boot in boots.items() if boot == member.boot]
+        orders = self._door.orders(deployment)
+        if None in boots.values() or await may_have_members(orders, group, there):
+            return
+        try:
+            await self._door.end(
+                deployment, group, "left", "no replica is in it any more: its trainer is gone"
+            )
+        except LedgerUnavailable as error:
+            logger.debug("a group that its replicas left ends later: %s", error)
 
     async def _begin_to_keep(self, deployment: Deployment, update: Unkept) -> None:
         if update.content is None and not update.chain:

@@ -228,7 +228,8 @@ PUSHES: dict[str, Family] = {
     ),
     "midstream_push_groups_ended": Family(
         "counter",
-        "groups that ended; members: replicas changed; failed: a replica did not do its part; deadline: no call came in time",
+        "groups that ended; members: replicas changed; failed: a replica did not do its part; deadline: no call came in time; "
+        "left: its trainer died",
         ("reason",),
     ),
     "midstream_push_seconds": Family("histogram", "calls of trainers that succeeded, by phase", ("phase",)),

@@ -286,7 +286,7 @@ class GroupPart:
 
     async def trainer_state(self, within_s: float) -> TrainerState:
         if self.phase is PartPhase.ENDED:
-            raise self._over()
+            raise Conflict(f"group {self.group} ended here: {self.reason}")
         return await self._receiver.trainer_state(within_s)
 
     def end(self, reason: str, *, lost: bool = False) -> None:
