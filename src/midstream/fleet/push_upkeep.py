@@ -22,7 +22,7 @@ from midstream.core.errors import MidstreamError, NotFound
 from midstream.core.retry import Backoff
 from midstream.core.transfer import Keep
 from midstream.fleet.push import PushDoor
-from midstream.fleet.push_members import boot_of
+from midstream.fleet.push_members import boot_of, left_since
 from midstream.fleet.push_orders import keep, may_have_members
 from midstream.fleet.rebase import KEEP_S, rebased
 from midstream.fleet.registry import Deployment, Deployments
@@ -117,7 +117,9 @@ class PushUpkeep:
         await asyncio.gather(*self._keeping.values(), *self._looking, return_exceptions=True)
 
     async def _end_if_left(self, deployment: Deployment, group: Transfer) -> None:
-        boots = {member: boot_of(deployment, member.replica) for member in group.active}
+        gone = left_since(deployment, group)
+        active = [member for member in group.active if member.replica not in gone]
+        boots = {member: boot_of(deployment, member.replica) for member in active}
         there = [member for member, boot in boots.items() if boot == member.boot]
         orders = self._door.orders(deployment)
         if None in boots.values() or await may_have_members(orders, group, there):
