@@ -250,7 +250,11 @@ class ReceiverEnd(asyncio.Protocol):
         if self.hung:
             return
         for order in self._frames.feed(data):
-            self._orders.put_nowait(order)
+            if isinstance(order, m.LookForStore):
+                # Beside the others.
+                self._run(self._answer(order))
+            else:
+                self._orders.put_nowait(order)
 
     def connection_lost(self, error: Exception | None) -> None:
         self._receivers.end(self.process)
