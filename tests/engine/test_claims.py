@@ -13,8 +13,8 @@ from tiers import examples
 
 from midstream.core.kv import KvStats
 from midstream.core.types import GenerateRequest, SamplingParams
+from midstream.engine.claims import BRANCHES_MAX, SPARE, Claims, SessionClaim
 from midstream.engine.embedded.blocks import BlockPool
-from midstream.engine.embedded.claims import BRANCHES_MAX, SPARE, Claims, SessionClaim
 from midstream.engine.embedded.scheduler import Scheduler, Sequence
 
 BLOCK = 4

@@ -40,6 +40,7 @@ from midstream.engine.vllm.worker_extension.midstream_vllm_numbers import (
     NEAR_GREEDY,
     NEAR_TOP_K,
     RANK_BASE,
+    SESSION,
     TIE_PLACE,
 )
 from midstream.engine.vllm.worker_extension.midstream_vllm_scheduler import IN_PAUSE
@@ -310,6 +311,12 @@ class FakeRequest:
         self.raw(b"data: [DONE]\n\n")
         self.writer.write(b"0\r\n\r\n")
         self.over = True
+        self._hold()
+
+    def _hold(self) -> None:
+        session, _, kept_s = self.sampling.get("extra_args", {}).get(SESSION, ("", 0.0, 0.0))
+        if self.fake.holds is not None and session and kept_s:
+            self.fake.holds[session] = (len(self.prompt) + len(self.tokens) - 1) // BLOCK
 
     def _usage(self, cached: int) -> dict[str, Any]:
         details = {"prompt_tokens_details": {"cached_tokens": cached}} if self.fake.tells_cached else {}
@@ -360,6 +367,7 @@ class FakeRequest:
             # Computed anew, whatever is cached.
             self.placed = True
         new = self.sample(self.sampling["max_tokens"])
+        self._hold()
         weights = self.weights
         scores: list[Any] = [None]
         for position, token in enumerate(self.prompt[1:], start=1):
@@ -452,6 +460,9 @@ class FakeVllm:
         self.checks_in_pause = False
         # Its scheduler says which weights computed KV.
         self.tells_kv = False
+        # Its scheduler holds so many blocks for sessions; None: for none. ended: those that it was told of.
+        self.holds: dict[str, int] | None = None
+        self.ended: list[str] = []
         # Streams with tokens of their own, as the proof of that has them. None: no stream has.
         self.unasked: list[FakeRequest] | None = None
         # It runs with --scheduling-policy priority.
@@ -714,6 +725,8 @@ class FakeVllm:
                 digest = f"{self.loads if self.digests_loads else self.weights}"
                 found = {"kind": "kind", "digest": digest, "bytes": 4}
                 return 200, {"results": [found if self._pieces >= self.digest_pieces else None] * self.ranks}
+            case "midstream_look":
+                return 200, {"results": [self._look(**kwargs)]}
             case "midstream_seed":
                 return 200, {"results": ["7", *[self.other_seed] * (self.ranks - 1)]}
             case "midstream_dtype":
@@ -731,6 +744,15 @@ class FakeVllm:
                     seen[self.torn]["digests"] = {"a": "2"}
                 return 200, {"results": seen}
         return self._reload(Path(kwargs["weights_path"]))
+
+    def _look(self, ended: list[str]) -> dict[str, Any]:
+        if self.holds is None:
+            return {"why": "made up by the test"}
+        self.ended += ended
+        for session in ended:
+            self.holds.pop(session, None)
+        used = sum(-(-len(r.kv) // BLOCK) for r in self.requests if r.placed and not (r.over or r.gone))
+        return {"block_tokens": BLOCK, "total": 200, "used": used, "held": sum(self.holds.values())}
 
     def _beside(
         self, do: str, number: int, path: str = "", moved: bool = False, kinds: list[str] | None = None

@@ -32,6 +32,7 @@ ORDER = [
     "test_vllm_digest",
     "test_vllm_frozen",
     "test_vllm_provenance",
+    "test_vllm_session_kv",
     "test_vllm_policy_provenance",
     "test_vllm_tinker",
     "test_vllm_conformance",

@@ -31,8 +31,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from midstream.core.types import GenerateRequest, TopLogprob
+from midstream.engine.claims import Claims, Return
 from midstream.engine.embedded.blocks import NO_BLOCK, BlockPool, OutOfBlocks, Prefix
-from midstream.engine.embedded.claims import Claims, Return
 from midstream.engine.embedded.track import Track
 
 if TYPE_CHECKING:
@@ -143,7 +143,7 @@ class Scheduler:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.pool = pool
-        self.claims = Claims(pool)
+        self.claims: Claims[Prefix] = Claims(pool)
         pool.on_need = lambda: self.claims.give_up(clock())
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
@@ -439,7 +439,7 @@ class Scheduler:
         if request.session and seq.path and request.kept_s:
             expected_s = request.returns_s if expected_s is None else expected_s
             returns = Return(expected_s, request.kept_s)
-            self.claims.add(request.session, seq.path, returns, self._clock())
+            self.claims.add(request.session, request.salt, seq.path, returns, self._clock())
         # In this order, the tail of a prefix is evicted before its head.
         for number in reversed(range(len(seq.blocks))):
             self.pool.release(seq.blocks[number])

@@ -21,7 +21,6 @@ LACKS = {
     "cached_prompt_logprobs": "it computes a prompt from its first token if its log-probabilities are asked for",
     "reproducible_sampling": "a row's numbers depend on what it is batched with, and a resumed stream draws other numbers",
     "router_weights": "vLLM does not return them",
-    "session_kv": "vLLM evicts what was unused for longest, and takes no word of when a session comes back",
     "router_ties": "vLLM does not return what a router chose by",
     "policy_base": "a vLLM server holds one set of weights, which policies stand on",
     "resident_snapshots": "a vLLM server holds one set of weights",
@@ -46,6 +45,8 @@ UNFROZEN = (
 )
 #: Why it is unknown which weights computed KV, unless the proof at the start says otherwise.
 UNTOLD = "vLLM's scheduler was not seen to say which weights computed the KV of a request"
+#: Why a session's KV is not kept for its next turn, unless the proof at the start says otherwise.
+UNHELD = "vLLM's scheduler was not seen to hold the KV of a session between two turns"
 #: Why nothing is staged in workers, nor read in them.
 ONE_ANSWERS = "of several engines (--data-parallel-size) the first alone says what its workers did"
 #: Why requests have no order.
@@ -71,6 +72,7 @@ def vllm_card(
     no_frozen_check: str = UNFROZEN,
     no_short_swap: str = UNSTAGED,
     no_provenance: str = UNTOLD,
+    no_session_kv: str = UNHELD,
 ) -> EngineCard:
     """routes: the server was started with --enable-return-routed-experts (which needs a GPU). by_priority: it goes by priority.
 
@@ -79,6 +81,7 @@ def vllm_card(
     no_numbers: those of NUMBERS that it lacks, with the reasons.
     no_digest: why it gives none of its weights; empty if it does. no_frozen_check: why it checks none in a pause.
     no_short_swap: why its workers stage no weights; empty if they do. no_provenance: why it is unknown what computed KV.
+    no_session_kv: why it keeps no KV for a session's next turn.
     """
     why = dict(no_numbers)
     lacks = {
@@ -90,6 +93,7 @@ def vllm_card(
         "frozen_check": no_frozen_check,
         "short_swap": no_short_swap,
         "kv_provenance": no_provenance,
+        "session_kv": no_session_kv,
     }
     why |= {feature: reason for feature, reason in lacks.items() if reason}
     missing = LACKS.keys() | why.keys() | (set() if routes else {"routes"})

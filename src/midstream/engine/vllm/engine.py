@@ -29,7 +29,6 @@ from midstream.engine.base import AtOnce, EngineDied, Slot, StagingFailed
 from midstream.engine.vllm import protocol
 from midstream.engine.vllm.adapters import Adapters, AdapterSlot, Crossing
 from midstream.engine.vllm.digest import OtherWeights, read_weights
-from midstream.engine.vllm.kv_capacity import used_by
 from midstream.engine.vllm.labels import ChoiceLabels
 from midstream.engine.vllm.life import Announced, ServerLife
 from midstream.engine.vllm.masks import fixed_mask
@@ -75,6 +74,7 @@ class VllmEngine(ServerLife):
             return
         weights = self._own if version is None else version.weights
         run = self._requests[request.request_id] = VllmRequest(request, weights, at_once)
+        self._kv.moved()
         try:
             self._proving.begins(run)
             await self._begin_all(run)
@@ -86,6 +86,7 @@ class VllmEngine(ServerLife):
                 yield event
         finally:
             self._requests.pop(request.request_id, None)
+            self._kv.moved()
             run.close()
             if version is not None and adapters is not None:
                 adapters.end(version)
@@ -156,6 +157,7 @@ class VllmEngine(ServerLife):
             **asked,
             tie=numbers.tie if "near_ties" in numbers.features else 0.0,
             kv=kv,
+            session=self._kv.asked(request),
         )
 
         async def connect() -> None:
@@ -250,6 +252,9 @@ class VllmEngine(ServerLife):
     def abort(self, request_id: str, index: int | None = None) -> None:
         if (run := self._requests.get(request_id)) is not None:
             run.abort(index)
+
+    def end_session(self, session: str) -> None:
+        self._kv.end(session)
 
     async def stage(self, snapshot: str, directory: Path) -> None:
         self._boot.check()
@@ -482,8 +487,6 @@ class VllmEngine(ServerLife):
             if not choice.over and choice.labels.count
         )
         return msgspec.structs.replace(
-            EngineStats(
-                running=running, waiting=len(choices) - running, kv=used_by(self._kv_cache, contexts)
-            ),
+            EngineStats(running=running, waiting=len(choices) - running, kv=self._kv.stats(contexts)),
             **self._counts,
         )

@@ -19,7 +19,6 @@ from pathlib import Path
 import msgspec
 
 from midstream.core.config import VllmSettings
-from midstream.core.kv import KvStats
 from midstream.core.types import (
     BASE_SNAPSHOT,
     GenerateRequest,
@@ -49,6 +48,7 @@ from midstream.engine.vllm.sampling_proof import Proved, prove_numbers
 from midstream.engine.vllm.scoring import WrongWeights
 from midstream.engine.vllm.server import VllmServer, VllmServerFailed
 from midstream.engine.vllm.server_proofs import LoadsFail, ServerProofs
+from midstream.engine.vllm.session_kv import SessionKv
 from midstream.engine.vllm.staging import Staging, VllmStager
 from midstream.engine.vllm.swap import (
     Control,
@@ -100,8 +100,6 @@ class ServerLife(ServerProofs):
     _names_alternatives = True
     _ranks = 1
     _numbers = Proved()
-    # How large its KV cache is, if it says so.
-    _kv_cache = KvStats()
     # Why it is unknown which weights computed KV; empty if its scheduler says so.
     _no_provenance = UNTOLD
     # Why nothing is checked in a pause; empty if weights are.
@@ -143,6 +141,7 @@ class ServerLife(ServerProofs):
         self._salts = Salts(b"")
         self._requests: dict[str, VllmRequest] = {}
         self._proving = Proving(self._requests)
+        self._kv = SessionKv(lambda: self._control, lambda: bool(self._requests))
         # Set while it computes.
         self._computing = asyncio.Event()
         # Also of a server without weight transfer, which never holds it.
@@ -183,7 +182,6 @@ class ServerLife(ServerProofs):
             await self._server.start()
             url, headers = self._server.url, self._server.headers
             named = self._server.names_weights
-            self._kv_cache = await kv_of_server(url, headers, HEALTH_S_MAX, self._server.max_model_len)
             self._control = Control(
                 url, headers, self._settings.load_s_max, self._watch.held_up, versions=named
             )
@@ -209,6 +207,7 @@ class ServerLife(ServerProofs):
         self._boot.begin()
         self._watcher = asyncio.create_task(self._until_ended(), name="vLLM's end")
         self._boot.in_background(self._until_hung(), "a hung vLLM")
+        self._boot.in_background(self._kv.keep_looking(), "what vLLM's KV cache holds")
         if self._attached:
             self._boot.in_background(self._until_restarted(), "a restarted vLLM")
 
@@ -238,6 +237,9 @@ class ServerLife(ServerProofs):
         self._numbers = await prove_numbers(self._server, self._control, sizes)
         self._no_frozen_check = await self._prove_frozen_check()
         self._no_provenance = await self._prove_provenance()
+        url, headers = self._server.url, self._server.headers
+        capacity = await kv_of_server(url, headers, HEALTH_S_MAX, self._server.max_model_len)
+        await self._kv.begin(capacity, self._server, sizes)
 
     async def _prove_frozen_check(self) -> str:
         """Why nothing is checked in a pause; empty if it is."""
@@ -305,6 +307,7 @@ class ServerLife(ServerProofs):
             no_digest=self._no_digest,
             no_frozen_check=self._no_frozen_check,
             no_provenance=self._no_provenance,
+            no_session_kv=self._kv.lacks,
             no_short_swap=self._no_short_swap,
         )
         if self.in_place is not None:

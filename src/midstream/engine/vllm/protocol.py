@@ -32,6 +32,7 @@ from midstream.engine.vllm.worker_extension.midstream_vllm_numbers import (
     MASK,
     NEAR,
     RANK_BASE,
+    SESSION,
     TIE_PLACE,
 )
 from midstream.engine.vllm.worker_extension.midstream_vllm_scheduler import IN_PAUSE
@@ -385,6 +386,7 @@ def body(
     tie: float = 0.0,
     kv: tuple[int, int] | None = None,
     masks: bool = False,
+    session: tuple[str, float, float] | None = None,
 ) -> bytes:
     """The request body for one choice. The request must have no `problem`.
 
@@ -394,7 +396,7 @@ def body(
     by_priority: the server goes by priority; one that does not refuses them.
     in_pause: compute it in a pause, too, if it is urgent. both: ask for both log-probabilities, as the proof has shown that the
     server gives them. tie: and for near ties, within this share of the largest logit. kv: the value of KV, for midstream's
-    scheduler. masks: ask for sampling masks, too, beside both.
+    scheduler. masks: ask for sampling masks, too, beside both. session: the value of SESSION, for the scheduler.
     """
     emitted = request.emitted_of(choice)
     limit = request.sampling.max_tokens - len(emitted) if max_tokens is None else max_tokens
@@ -404,7 +406,7 @@ def body(
     sampling["max_tokens"] = limit
     if prompt_logprobs is not None:
         sampling["prompt_logprobs"] = prompt_logprobs
-    marks = {MARK: both, NEAR: both and tie and (tie, SUM_ROUNDING), MASK: masks, KV: kv}
+    marks = {MARK: both, NEAR: both and tie and (tie, SUM_ROUNDING), MASK: masks, KV: kv, SESSION: session}
     if extra := {name: value for name, value in marks.items() if value}:
         sampling["extra_args"] = extra
     if routes_start is not None:

@@ -12,6 +12,9 @@ a sampling mask, as a list of numbers: how many tokens came before, then the epo
 MASK asks for sampling masks, beside MARK. Then each token has one there, too: IDS and the ids that limits and filters left, or
 WORDS and 32 bits each, one for each id, lowest bit first. Spans begin with no negative number.
 
+SESSION tells the scheduler whose KV a request is (midstream_vllm_kv.py): the session, when its next turn is likely, and how
+long its KV is kept for that, in seconds. LOOK is the call of /collective_rpc that the engine core answers with what is held.
+
 Always holds: no true rank reaches RANK_BASE. vLLM passes ranks and ids on as they are, so nothing else in it has to know. The
 workers write this (midstream_vllm_sampler.py), and protocol.py reads it. This module imports nothing.
 """
@@ -22,6 +25,7 @@ MARK = "midstream_sampling_logprobs"
 NEAR = "midstream_near_ties"
 #: Its value: whether spans are to be told (0 or 1), and the most switches that may lie behind cached KV (-1: any number).
 KV, ANY_AGE = "midstream_kv", -1
+SESSION, LOOK = "midstream_session", "midstream_look"
 MASK, IDS, WORDS = "midstream_masks", -1, -2
 RANK_BASE = 1 << 40
 ITSELF = -1

@@ -4,7 +4,8 @@ It is vLLM's own, with other requests out of its sight for a step in a pause. Th
 where no block is free for a check: then vLLM preempts one that it would have to preempt at its next steps. vLLM's newer model
 runner has a slot for each request that runs or stands still. Where none is free there, one is preempted for a check, too.
 
-Beside that it says which weights computed the KV of a request (midstream_vllm_provenance.py).
+Beside that it says which weights computed the KV of a request (midstream_vllm_provenance.py), and keeps that of sessions
+between two turns (midstream_vllm_kv.py).
 
 Always holds: outside such a step it schedules what vLLM's does. It is vLLM's own where ranks wait for each other in a step
 (data parallelism), and where a connector may keep a check waiting for KV.
@@ -22,7 +23,7 @@ from typing import Any
 IN_PAUSE = -2
 INTERFACE, QUEUES = "vllm.v1.core.sched.interface", "vllm.v1.core.sched.request_queue"
 DIFFUSION = "vllm.v1.core.sched.diffusion_scheduler"
-PROVENANCE = "midstream_vllm_provenance"
+PROVENANCE, HOLDINGS = "midstream_vllm_provenance", "midstream_vllm_kv"
 
 
 def scheduler(**given: Any) -> Any:
@@ -36,7 +37,10 @@ def scheduler(**given: Any) -> Any:
         # vLLM would have named it, if it had not been given ours.
         own = getattr(importlib.import_module(DIFFUSION), f"Diffusion{own.__name__}")
     if config.parallel_config.data_parallel_size == 1 and config.kv_transfer_config is None:
-        own = checking(own if diffusion else importlib.import_module(PROVENANCE).telling(own))
+        if not diffusion:
+            telling = importlib.import_module(PROVENANCE).telling(own)
+            own = importlib.import_module(HOLDINGS).holding(telling)
+        own = checking(own)
     return own(**given)
 
 

@@ -1,6 +1,7 @@
 """What sessions hold between their turns, and in which order it is given up when blocks run out.
 
-Owns: the claims of sessions on paths of the prefix cache. Pure: times are parameters. Imports no torch.
+Owns: the claims of sessions on paths of a prefix cache, the embedded engine's or vLLM's. Pure: times are parameters.
+It imports the standard library alone, since vLLM's scheduler loads this file by its path (midstream_vllm_kv.py).
 Always holds:
 - A claim pins nothing. A running sequence gets every block that no other running sequence has.
 - A claim is given up from its tail, so what is left of it can be reused.
@@ -12,13 +13,11 @@ Always holds:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from itertools import count, takewhile
-from typing import Protocol
-
-from midstream.engine.embedded.blocks import Prefix
+from typing import Generic, Protocol, TypeVar
 
 #: Of one session: its own history, and those of agents beside it under the same key.
 BRANCHES_MAX = 4
@@ -35,39 +34,51 @@ class Return:
     kept_s: float
 
 
+class Place(Protocol):
+    """A cached block behind those before it. Equal ones hold equal tokens. kept: it is in the cache."""
+
+    @property
+    def kept(self) -> bool: ...
+
+
+P = TypeVar("P", bound=Place)
+P_contra = TypeVar("P_contra", bound=Place, contravariant=True)
+
+
 @dataclass(eq=False, slots=True)
-class SessionClaim:
-    """path: what is left of it. blocks: how many it had. over: it is no claim any more."""
+class SessionClaim(Generic[P]):
+    """path: what is left of it. salt: of its namespace. blocks: how many it had. over: it is no claim any more."""
 
     session: str
-    path: list[Prefix]
+    salt: Hashable
+    path: list[P]
     blocks: int
     expected_at: float
     overdue_at: float
     over: bool = False
 
 
-class Claimable(Protocol):
-    """The pool, as claims see it."""
+class Claimable(Protocol[P_contra]):
+    """The pool, as claims see it. gives: it has what is needed now."""
 
-    def claim(self, prefix: Prefix, session: str) -> None: ...
-    def unclaim(self, prefix: Prefix, *, ended: bool = False) -> None: ...
+    def claim(self, place: P_contra, /, session: str) -> None: ...
+    def unclaim(self, place: P_contra, /, *, ended: bool = False) -> None: ...
     @property
     def gives(self) -> bool: ...
 
 
-class Claims:
+class Claims(Generic[P]):
     """needed_again: blocks that turns had to compute again, because they were evicted while their session lived. missing:
     blocks that claims have lost, and that their sessions would have to compute again now."""
 
-    def __init__(self, pool: Claimable) -> None:
+    def __init__(self, pool: Claimable[P]) -> None:
         self._pool = pool
         # The oldest claim of a session first. Sessions in the order of their last change.
-        self._of: dict[str, list[SessionClaim]] = {}
-        self._victim: SessionClaim | None = None
+        self._of: dict[str, list[SessionClaim[P]]] = {}
+        self._victim: SessionClaim[P] | None = None
         # By when they are overdue, and by when they are expected, the last first.
-        self._overdue: list[tuple[float, int, SessionClaim]] = []
-        self._expected: list[tuple[float, int, SessionClaim]] = []
+        self._overdue: list[tuple[float, int, SessionClaim[P]]] = []
+        self._expected: list[tuple[float, int, SessionClaim[P]]] = []
         self._numbers = count()
         self._alive = 0
         self.needed_again = 0
@@ -76,7 +87,7 @@ class Claims:
     def __repr__(self) -> str:
         return f"Claims({len(self._of)} sessions)"
 
-    def __iter__(self) -> Iterator[SessionClaim]:
+    def __iter__(self) -> Iterator[SessionClaim[P]]:
         return (claim for claims in self._of.values() for claim in claims)
 
     @property
@@ -84,7 +95,7 @@ class Claims:
         """In both lines."""
         return len(self._overdue) + len(self._expected)
 
-    def take_up(self, session: str, salt: bytes, matched: Sequence[Prefix], levels: int) -> None:
+    def take_up(self, session: str, salt: Hashable, matched: Sequence[P], levels: int) -> None:
         """A turn begins. matched: the blocks that it reuses. levels: the full blocks of its prompt.
 
         A session that has another salt by now finds nothing of what it had under the one before.
@@ -92,24 +103,24 @@ class Claims:
         for claim in tuple(self._of.get(session, ())):
             self._drop_gone(claim)
             left = len(claim.path)
-            if left and _salt(claim.path[0]) != salt:
+            if left and claim.salt != salt:
                 self._end(claim, ended=True)
-            elif left <= len(matched) and (not left or matched[left - 1] is claim.path[-1]):
+            elif left <= len(matched) and (not left or matched[left - 1] == claim.path[-1]):
                 self.needed_again += max(0, min(claim.blocks, levels) - len(matched))
                 self._end(claim)
 
-    def add(self, session: str, path: Sequence[Prefix], returns: Return, now: float) -> None:
+    def add(self, session: str, salt: Hashable, path: Sequence[P], returns: Return, now: float) -> None:
         """A turn has ended, and its blocks are about to be released. It replaces the claims that it continues."""
         kept = list(takewhile(lambda place: place.kept, path))
         if not kept:
             return
-        claim = SessionClaim(session, kept, len(kept), now + returns.expected_s, now + returns.kept_s)
+        claim = SessionClaim(session, salt, kept, len(kept), now + returns.expected_s, now + returns.kept_s)
         for place in kept:
             self._pool.claim(place, session)
         for before in tuple(self._of.get(session, ())):
             self._drop_gone(before)
             length = len(before.path)
-            if length <= len(kept) and (not length or kept[length - 1] is before.path[-1]):
+            if length <= len(kept) and (not length or kept[length - 1] == before.path[-1]):
                 self._end(before)
         claims = self._of.pop(session, [])
         self._of[session] = [*claims, claim]
@@ -137,7 +148,7 @@ class Claims:
             if place.kept:
                 self._pool.unclaim(place)
 
-    def _end(self, claim: SessionClaim, *, ended: bool = False) -> None:
+    def _end(self, claim: SessionClaim[P], *, ended: bool = False) -> None:
         claim.over = True
         self._alive -= 1
         self.missing -= claim.blocks - len(claim.path)
@@ -149,7 +160,7 @@ class Claims:
         if not claims:
             del self._of[claim.session]
 
-    def _line_up(self, claim: SessionClaim) -> None:
+    def _line_up(self, claim: SessionClaim[P]) -> None:
         number = next(self._numbers)
         for line, at in ((self._overdue, claim.overdue_at), (self._expected, -claim.expected_at)):
             heappush(line, (at, number, claim))
@@ -157,7 +168,7 @@ class Claims:
                 line[:] = [entry for entry in line if not entry[2].over and entry[2].path]
                 heapify(line)
 
-    def _next(self, now: float) -> SessionClaim | None:
+    def _next(self, now: float) -> SessionClaim[P] | None:
         for line, at_most in ((self._overdue, now), (self._expected, math.inf)):
             while line and (line[0][2].over or not line[0][2].path):
                 heappop(line)
@@ -165,13 +176,8 @@ class Claims:
                 return line[0][2]
         return None
 
-    def _drop_gone(self, claim: SessionClaim) -> None:
+    def _drop_gone(self, claim: SessionClaim[P]) -> None:
         """Places leave the cache with all below them, so those that are gone are the last ones."""
         while claim.path and not claim.path[-1].kept:
             claim.path.pop()
             self.missing += 1
-
-
-def _salt(first: Prefix) -> bytes:
-    assert first.parent is not None
-    return first.parent.tokens
