@@ -17,7 +17,7 @@ import importlib.util
 import sys
 import time
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -78,10 +78,9 @@ class ClaimedLine:
         self.evicted = 0
         #: Is called when vLLM's line is too short, and gives up claims.
         self.on_need: Any = lambda: None
-        self._pop, self._remove = queue.popleft_n, queue.remove
-        self._append, self._prepend = queue.append_n, queue.prepend_n
+        self._pop, self._remove, self._append = queue.popleft_n, queue.remove, queue.append_n
+        # What is put at the front of the line has no content.
         queue.popleft_n, queue.remove, queue.append_n = self.take, self.remove, self.put
-        queue.prepend_n = self.put_first
 
     @property
     def held(self) -> int:
@@ -140,10 +139,6 @@ class ClaimedLine:
         self._cached += sum(block.block_hash is not None for block in into_line)
         self._append(into_line)
 
-    def put_first(self, blocks: Sequence[Any]) -> None:
-        self._cached += sum(block.block_hash is not None for block in blocks)
-        self._prepend(blocks)
-
     def claim(self, place: CachedPlace, session: str) -> None:
         """The session claims the place, whose block is in use. It may have other claims on it."""
         number = place.block.block_id
@@ -180,11 +175,19 @@ class ClaimedLine:
 class KvHoldings:
     """The claims of sessions on the cache of one scheduler. size: tokens of a block. blocks_of: by the id of a request."""
 
-    def __init__(self, pool: Any, size: int, blocks_of: Any, claims: ModuleType) -> None:
+    def __init__(
+        self,
+        pool: Any,
+        size: int,
+        blocks_of: Any,
+        claims: ModuleType,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._clock = clock
         self._pool, self._size, self._blocks_of = pool, size, blocks_of
         self._line = ClaimedLine(pool.free_block_queue)
         self._claims, self._return = claims.Claims(self._line), claims.Return
-        self._line.on_need = lambda: self._claims.give_up(time.monotonic())
+        self._line.on_need = lambda: self._claims.give_up(clock())
         reset = pool.reset_prefix_cache
 
         def reset_prefix_cache() -> Any:
@@ -210,7 +213,7 @@ class KvHoldings:
         if session and kept_s > 0:
             returns = self._return(returns_s if request.is_finished() else 0.0, kept_s)
             path = _places(self._blocks_of.get(request.request_id, ()))
-            self._claims.add(session, _salt(request), path, returns, time.monotonic())
+            self._claims.add(session, _salt(request), path, returns, self._clock())
 
     def look(self, ended: Iterable[str] = ()) -> dict[str, int]:
         """As midstream.core.kv has it, behind the end of these sessions."""
