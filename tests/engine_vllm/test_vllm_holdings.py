@@ -354,8 +354,9 @@ def test_a_block_whose_content_vllm_took_away_is_held_for_nobody(module: Any) ->
     assert bed.turn(tokens_of(1, 8)) == 4
     other = bed.begin(tokens_of(0, 8), "u")
     assert other is not None
-    for block, key in zip(bed.blocks_of[other.request_id], other.keys, strict=True):
-        block.block_hash = key
+    (claim,) = bed.holdings._claims
+    for place in claim.path:
+        place.block.block_hash = place.key
     bed.holdings.look(["s"])
     bed.leave(other)
     assert bed.holdings.look()["held"] == 4
