@@ -34,6 +34,7 @@ ENGINES: dict[str, tuple[EngineCard, EngineCard]] = {
             no_frozen_check="",
             no_short_swap="",
             no_provenance="",
+            no_session_kv="",
         ),
     ),
 }

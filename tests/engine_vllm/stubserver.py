@@ -150,6 +150,8 @@ class Handler(BaseHTTPRequestHandler):
                 json.loads(flags[flags.index(structured) + 1]) if structured in flags else {"backend": "auto"}
             )
             config["structured_outputs_config"] = given
+            if "--kv-transfer-config" in flags:
+                config["kv_transfer_config"] = json.loads(flags[flags.index("--kv-transfer-config") + 1])
             if "--max-loras" in flags:
                 targets = ["q_proj"] if "--lora-target-modules" in flags else None
                 places = int(flags[flags.index("--max-loras") + 1])

@@ -449,6 +449,10 @@ class TestAttach:
         [
             (("--disable-fastapi-docs",), "--disable-fastapi-docs"),
             (("--logprobs-mode", "processed_logprobs"), "start it with --logprobs-mode raw_logprobs"),
+            (
+                ("--kv-transfer-config", '{"kv_connector": "ExampleConnector"}'),
+                "start it with no KV connector but OffloadingConnector or SimpleCPUOffloadConnector",
+            ),
         ],
     )
     def test_flags_it_must_not_have(
@@ -554,7 +558,13 @@ class TestArguments:
         for args in (("--scheduling-policy", "fcfs"),):
             assert not given(*args)
         # Other ranks stand still when one gets a check, and a connector may let it wait.
-        for args in (("-dp", "2"), ("--kv-transfer-config", "{}"), ("--kv_offloading_size=4",)):
+        for args in (
+            ("-dp", "2"),
+            ("--kv-transfer-config", "{}"),
+            ("--kv-transfer-config", '{"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}'),
+            ('--kv_transfer_config={"kv_connector":"SimpleCPUOffloadConnector"}',),
+            ("--kv_offloading_size=4", "--kv-offloading-backend", "native"),
+        ):
             assert not given(*args)
         assert given("--data-parallel-size", "1")
 
@@ -593,6 +603,18 @@ class TestArguments:
             (("-asc=2",), "--api-server-count must be 1, got 2"),
             (("--logprobs-mode", "processed_logprobs"), "--logprobs-mode must be raw_logprobs"),
             (("--logprobs_mode=raw_logits",), "--logprobs-mode must be raw_logprobs"),
+            (
+                ("--kv-transfer-config", '{"kv_connector": "ExampleConnector"}'),
+                "--kv-transfer-config cannot be given with ExampleConnector: ",
+            ),
+            (
+                (
+                    '--kv_transfer_config={"kv_connector":"OffloadingConnector","kv_connector_module_path":"my.own"}',
+                ),
+                "--kv-transfer-config cannot be given with my.own: ",
+            ),
+            (("--kv-transfer-config.kv_connector", "ExampleConnector"), "give it as one JSON object"),
+            (("--kv-offloading-backend", "lmcache"), "--kv-offloading-backend must be native, got lmcache: "),
             (("tiny", "--seed", "1"), "expected a flag of vLLM first, got 'tiny'"),
         ],
     )

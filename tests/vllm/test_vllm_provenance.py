@@ -1,6 +1,6 @@
 """Which weights computed the KV of real vLLM servers: every record is computed again over the KV that it is said to stand on.
 
-There are swaps of every cache policy, shared prompts, turns, preemptions and resumes.
+There are swaps of every cache policy, shared prompts, turns of sessions that claim what they had, preemptions and resumes.
 """
 
 from __future__ import annotations
@@ -82,6 +82,9 @@ class Storm:
             want_kv_snapshots=True,
             reproducible=False,
             priority=chance.randrange(2),
+            session="" if session is None else session[1],
+            returns_s=1.0,
+            kept_s=60.0,
         )
 
     def _resumed(self) -> list[GenerateRequest]:
@@ -154,6 +157,8 @@ def test_every_record_is_borne_out_over_the_kv_that_vllm_says_it_stands_on(
             while sum(len(stream.tokens) for stream in storm.streams) < TOKENS_MIN or rounds < len(POLICIES):
                 await storm.round(*POLICIES[rounds % len(POLICIES)])
                 rounds += 1
+            # What sessions claimed was given up for others, and all can be used.
+            assert storm.engine.stats().kv.evicted_tokens > 0
             return storm, await Served(served.engine).preemptions()
 
     storm, preempted = asyncio.run(main())

@@ -34,15 +34,15 @@ class Return:
     kept_s: float
 
 
-class Place(Protocol):
+class KeptPlace(Protocol):
     """A cached block behind those before it. Equal ones hold equal tokens. kept: it is in the cache."""
 
     @property
     def kept(self) -> bool: ...
 
 
-P = TypeVar("P", bound=Place)
-P_contra = TypeVar("P_contra", bound=Place, contravariant=True)
+P = TypeVar("P", bound=KeptPlace)
+P_contra = TypeVar("P_contra", bound=KeptPlace, contravariant=True)
 
 
 @dataclass(eq=False, slots=True)

@@ -20,6 +20,22 @@ ENGINE = (
         ("engine_vllm/test_vllm_in_place.py",),
     ),
     Mutation(
+        "vllm_pins_claims",
+        "engine/vllm/worker_extension/midstream_vllm_kv.py",
+        "self.on_need()",
+        "pass",
+        "A request on vLLM gets every block that no running request has, claimed or not.",
+        ("engine_vllm/test_vllm_holdings.py::test_what_is_expected_last_goes_first_and_from_its_tail",),
+    ),
+    Mutation(
+        "vllm_gives_out_kv_of_other_weights",
+        "engine/vllm/arguments.py",
+        "if name not in SALTED",
+        'if name == ""',
+        "A KV connector that finds KV by its tokens alone is refused by its name.",
+        ("engine_vllm/test_vllm_server.py",),
+    ),
+    Mutation(
         "any_files_are_taken_for_what_was_written",
         "engine/vllm/in_place.py",
         "return _identity(directory / WEIGHTS_FILE) == self._file",

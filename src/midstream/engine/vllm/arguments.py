@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -122,7 +123,12 @@ WORKER = "midstream_vllm_worker.Worker"
 SCHEDULER_FLAG, SCHEDULER = "scheduler-cls", "midstream_vllm_scheduler.scheduler"
 KNOWN_QUEUE = "kv_holding_waiting"
 #: Flags that give vLLM a connector, which may let a check wait for KV.
+CONNECTOR_FLAG = "kv-transfer-config"
 CONNECTORS = ("kv-transfer", "kv-offloading")
+#: Those that find KV by vLLM's hashes of blocks, which have the salt in them.
+SALTED = ("OffloadingConnector", "SimpleCPUOffloadConnector")
+UNSALTED = "it may find KV by its tokens alone, whatever weights computed it, and for whom"
+_CONNECTOR = re.compile(r"""\bkv_connector(?:_module_path)?["']?\s*[:=]\s*["']([\w.]+)""")
 #: The one that a server with weight transfer has. It loads the other one, too.
 TRANSFER_WORKER = "midstream_vllm_transfer.TransferWorker"
 EXTENSIONS = (WORKER, TRANSFER_WORKER)
@@ -179,6 +185,7 @@ SAME_SEED = "the same on all machines: each rank draws tokens itself"
 ONLY = {
     "api-server-count": ("1", "with several API processes it is unknown which tokens came before a switch"),
     "logprobs-mode": ("raw_logprobs", "midstream reports raw log-probabilities"),
+    "kv-offloading-backend": ("native", UNSALTED),
 }
 #: Other spellings of a flag: short forms, and negations of flags that midstream gives.
 SAME = {
@@ -248,9 +255,23 @@ def check_arguments(args: Sequence[str]) -> None:
     for name, value in given_flags(args):
         if name in REFUSED:
             raise ConfigError(f"vllm.args: --{name} cannot be given: {REFUSED[name]}")
+        if name == CONNECTOR_FLAG:
+            _check_connector(value or "")
         only, why = ONLY.get(name, (value, ""))
         if value != only:
             raise ConfigError(f"vllm.args: --{name} must be {only}, got {value}: {why}")
+
+
+def unsalted(config: str) -> str:
+    """The connectors in a configuration of vLLM that are none of SALTED; "" if there is none. Another module's may be any."""
+    return ", ".join(name for name in _CONNECTOR.findall(config) if name not in SALTED)
+
+
+def _check_connector(config: str) -> None:
+    if not config.lstrip().startswith("{"):
+        raise ConfigError(f"vllm.args: --{CONNECTOR_FLAG}: give it as one JSON object")
+    if names := unsalted(config):
+        raise ConfigError(f"vllm.args: --{CONNECTOR_FLAG} cannot be given with {names}: {UNSALTED}")
 
 
 def check_weight_transfer(backend: str, args: Sequence[str]) -> None:

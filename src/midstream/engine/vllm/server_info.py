@@ -14,7 +14,16 @@ from typing import Any
 import msgspec
 
 from midstream.engine.vllm import protocol
-from midstream.engine.vllm.arguments import BY_PRIORITY, LORA_VARIABLE, MAX_LOGPROBS, NO_LORA, STRUCTURED
+from midstream.engine.vllm.arguments import (
+    BY_PRIORITY,
+    LORA_VARIABLE,
+    MAX_LOGPROBS,
+    NO_LORA,
+    SALTED,
+    STRUCTURED,
+    UNSALTED,
+    unsalted,
+)
 
 PATH = "/server_info?config_format=json"
 LOAD_ADAPTER = "/v1/load_lora_adapter"
@@ -136,6 +145,9 @@ def missing_flags(config: Config) -> list[str]:
         f"--structured-outputs-config '{STRUCTURED}', for grammars": backend in (None, "guidance"),
         "--api-server-count 1, as it is unknown with more which tokens came before a switch": (
             config.parallel_config.api_processes == 1
+        ),
+        f"no KV connector but {' or '.join(SALTED)}, as of another one {UNSALTED}": (
+            not unsalted(str(config.kv_transfer_config))
         ),
     }
     return [flag for flag, there in wanted.items() if not there]

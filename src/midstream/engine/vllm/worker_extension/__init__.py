@@ -1,1 +1,2 @@
-"""Code that runs inside vLLM's own worker processes, in vLLM's environment. It imports nothing of midstream."""
+"""Code that runs inside vLLM's own processes, in vLLM's environment. It imports nothing of midstream, and loads one of its files
+(claims.py) by the path."""
