@@ -17,6 +17,8 @@ def test_the_blocks_of_a_server_are_read_from_its_metrics() -> None:
     text = f"# HELP vllm:cache_config_info x\n# TYPE vllm:cache_config_info gauge\n{LINE}\nother 1\n"
     kv = read_capacity(text.encode())
     assert (kv.total, kv.block_tokens, kv.capacity_tokens) == (1024, 16, 16384)
+    # The tokens of all blocks are there, too, with the one that vLLM gives to nobody.
+    assert read_capacity(text.replace('"1025"', '"1025",kv_cache_size_tokens="16400"').encode()) == kv
     assert used_by(kv, [1, 16, 17]) == KvStats(total=1024, block_tokens=16, used=4)
     # More than there is cannot be used.
     assert used_by(kv, [10**9]).used == 1024

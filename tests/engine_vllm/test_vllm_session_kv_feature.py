@@ -14,7 +14,7 @@ from vllm_helpers import asking, attached, begun
 from midstream.core.kv import KvStats
 from midstream.engine.vllm import session_kv
 from midstream.engine.vllm.arguments import UNHELD
-from midstream.engine.vllm.worker_extension.midstream_vllm_numbers import SESSION
+from midstream.engine.vllm.worker_extension.midstream_vllm_numbers import LOOK, SESSION
 
 
 @pytest.fixture(autouse=True)
@@ -107,6 +107,14 @@ def other(fake: FakeVllm) -> None:
     fake.holds = None
 
 
+def older(fake: FakeVllm) -> None:
+    """It hands the call to its workers."""
+    holding(fake)
+    rpc = fake._rpc
+    refused = 500, {"error": {"message": "no such method", "code": 500}}
+    fake._rpc = lambda method, kwargs: refused if method == LOOK else rpc(method, kwargs)  # type: ignore[method-assign]
+
+
 def forgetful(fake: FakeVllm) -> None:
     holding(fake)
     fake.fill = lambda *_: None  # type: ignore[method-assign]
@@ -137,6 +145,7 @@ def growing(fake: FakeVllm) -> None:
     ("fault", "why"),
     [
         (other, "made up by the test"),
+        (older, "no such method"),
         (saying(held=0), "of 75 blocks of a session it holds 0"),
         (saying(held=-1), "it answered"),
         (saying(block_tokens=0), "its blocks have 0 tokens, and the proof 300"),

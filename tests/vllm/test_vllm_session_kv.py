@@ -1,8 +1,9 @@
-"""KV of sessions on a real vLLM server whose cache is too small for all of them: what it holds, what it evicts, what it says."""
+"""KV of sessions on a real vLLM server whose cache is too small for all of them: what it holds, what it evicts and says."""
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -42,9 +43,10 @@ async def turn(engine: VllmEngine, session: str, salt: str, tokens: int, **more:
 
 async def said(engine: VllmEngine, holds: Callable[[KvStats], bool]) -> KvStats:
     """What the replica reports, as soon as it is that."""
-    async with asyncio.timeout(60):
-        while not holds(kv := engine.stats().kv):
-            await asyncio.sleep(0.05)
+    deadline = time.monotonic() + 60
+    while not holds(kv := engine.stats().kv):
+        assert time.monotonic() < deadline, kv
+        await asyncio.sleep(0.05)
     assert kv.used + kv.held + kv.loose + kv.free == kv.total == BLOCKS - 1
     return kv
 

@@ -37,7 +37,8 @@ def read_capacity(metrics: bytes, least: int = 1) -> KvStats:
     for line in _CACHE.finditer(metrics):
         labels = dict(_LABEL.findall(line[1]))
         blocks, tokens = (_number(labels.get(name, b"")) for name in (b"num_gpu_blocks", b"block_size"))
-        if tokens and (held := _number(labels.get(b"kv_cache_size_tokens", b""))):
+        held = _number(labels.get(b"kv_cache_size_tokens", b""))
+        if tokens and held and held != blocks * tokens:
             blocks = held // tokens + 1
         total, size = total + blocks, tokens
     # One block of vLLM is never given out.

@@ -57,14 +57,14 @@ class SessionKv:
         self.lacks = UNHELD
 
     async def begin(self, capacity: KvStats, server: VllmServer, sizes: tuple[int, int]) -> None:
-        """A server has started. sizes: of the vocabulary and of the context. Raises CallFailed, VllmRefused."""
+        """A server has started. sizes: of the vocabulary and of the context. Raises CallFailed."""
         self._kv, self._ended, self.lacks = capacity, [], UNHELD
         if server.scheduler != SCHEDULER:
             return
         try:
             self._kv = await self._prove(server, sizes)
             self.lacks = ""
-        except NotHeld as error:
+        except (NotHeld, VllmRefused) as error:
             logger.warning("this vLLM has no session_kv: %s", error)
             self.lacks = f"{UNHELD}: {error}"
 
@@ -115,11 +115,8 @@ class SessionKv:
             raise NotHeld(f"it answered {str(said)[:120]}") from error
 
     async def _prove(self, server: VllmServer, sizes: tuple[int, int]) -> KvStats:
-        """Raises NotHeld, CallFailed."""
-        try:
-            before = await self._look()
-        except VllmRefused as error:
-            raise NotHeld(str(error)) from error
+        """Raises NotHeld, CallFailed, VllmRefused."""
+        before = await self._look()
         turn = _Turn(server, sizes)
         await turn.take()
         least = len(turn.prompt) // before.block_tokens if before.block_tokens else 0
