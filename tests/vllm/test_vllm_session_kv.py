@@ -81,24 +81,24 @@ def test_vllm_holds_what_sessions_come_back_for(
             # What the proof had is over, and was evicted by nobody.
             begun = await said(engine, lambda kv: True)
             assert (begun.used, begun.held, begun.evicted_tokens) == (0, 0, 0)
-            await turn(engine, "one", "a", 3 * BLOCK + 1)
+            await turn(engine, "\0one", "a", 3 * BLOCK + 1)
             kv = await said(engine, lambda kv: kv.held > 0)
             assert (kv.used, kv.held, kv.missing) == (0, 3, 0)
             # Its next turn finds all of it, and holds a block more.
-            assert await turn(engine, "one", "a", 4 * BLOCK + 1) == BLOCK + 1
+            assert await turn(engine, "\0one", "a", 4 * BLOCK + 1) == BLOCK + 1
             kv = await said(engine, lambda kv: kv.held == 4)
             # A session that is over: its KV is there, and goes before that of nobody, which is older.
             assert await turn(engine, "", "b", 3 * BLOCK + 1) == 3 * BLOCK + 1
-            await turn(engine, "over", "c", 3 * BLOCK + 1)
+            await turn(engine, "\0over", "c", 3 * BLOCK + 1)
             await said(engine, lambda kv: kv.held == 7)
-            engine.end_session("over")
+            engine.end_session("\0over")
             kv = await said(engine, lambda kv: kv.held == 4)
             # Of the blocks without content a few are left, and three more are needed.
             await turn(engine, "", "d", (kv.free + 2) * BLOCK + 1)
             assert await turn(engine, "", "b", 3 * BLOCK + 1) == 1
-            assert await turn(engine, "over", "c", 3 * BLOCK + 1, kept_s=0.0) == 3 * BLOCK + 1
-            assert await turn(engine, "one", "a", 4 * BLOCK + 1) == 1
-            engine.end_session("one")
+            assert await turn(engine, "\0over", "c", 3 * BLOCK + 1, kept_s=0.0) == 3 * BLOCK + 1
+            assert await turn(engine, "\0one", "a", 4 * BLOCK + 1) == 1
+            engine.end_session("\0one")
             await said(engine, lambda kv: kv.held == 0)
             lru = await computed(engine, "lru", claimed=False)
             quiet = await said(engine, lambda kv: kv.used == 0)
