@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_vllm import FakeVllm, until, write_model, write_weights
+from fake_vllm import BLOCK, FakeVllm, until, write_model, write_weights
 
 from midstream.core.config import VllmSettings
 from midstream.core.types import Desired, Stage
+from midstream.engine.vllm import session_kv
 from midstream.engine.vllm import swap as swap_module
 from midstream.engine.vllm.engine import VllmEngine
 
@@ -26,11 +27,12 @@ TOKENS = 6
 
 @asynccontextmanager
 async def serving(
-    folder: Path, *, checks_in_pause: bool = False, **settings: Any
+    folder: Path, *, checks_in_pause: bool = False, holds: bool = False, **settings: Any
 ) -> AsyncIterator[tuple[Running, FakeVllm]]:
     """A replica and its server; the weights of a snapshot `step-N` are N, those of any other cannot be loaded."""
     fake = FakeVllm()
     fake.checks_in_pause = fake.by_priority = checks_in_pause
+    fake.holds = {} if holds else None
     await fake.start()
     model = write_model(folder / "model")
     engine = VllmEngine(model, VllmSettings(**settings), folder / "cache", url=fake.url)
@@ -113,6 +115,31 @@ def test_a_swap_with_its_canary_under_a_stream(tmp_path: Path) -> None:
                 Stage.CHECKING,
                 Stage.IDLE,
             ]
+
+    asyncio.run(main())
+
+
+def test_what_a_session_holds_between_its_turns_is_reported_until_it_is_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session_kv, "LOOK_S", 0.01)
+
+    async def main() -> None:
+        async with serving(tmp_path, checks_in_pause=True, holds=True) as (here, fake):
+            body = {"model": here.replica.names.model, "prompt": [*range(9)], "max_tokens": 2}
+            headers = {"x-session-affinity": "s"}
+            asked = asyncio.create_task(here.http.post("/v1/completions", json=body, headers=headers))
+            await until(lambda: fake.requests)
+            fake.requests[0].to_the_end()
+            assert (await asked).status_code == 200
+            # Ten positions.
+            await here.until(lambda: here.replica.report().engine.kv.held == 2)
+            kv = here.replica.report().engine.kv
+            assert (kv.used, kv.block_tokens, kv.total) == (0, BLOCK, 200)
+            closed = await here.http.post("/replica/sessions/close", json={"key": "s"})
+            assert closed.json() == {"closed": True}
+            await here.until(lambda: here.replica.report().engine.kv.held == 0)
+            assert fake.ended[-1] == "\0s"
 
     asyncio.run(main())
 
