@@ -75,6 +75,30 @@ def test_a_server_is_not_asked_while_nothing_moves(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
+def test_a_server_is_asked_at_most_once_in_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        async with attached(tmp_path, set_up=holding) as (engine, fake):
+            monkeypatch.setattr(session_kv, "LOOK_S", 3600.0)
+            fake.ended.clear()
+            engine.end_session("a")
+            for _ in range(20):
+                await engine._control.reach_workers(5.0)
+            assert fake.ended == []
+
+    asyncio.run(main())
+
+
+def test_what_a_server_says_is_believed_and_not_computed(tmp_path: Path) -> None:
+    """Others may run requests on it, and its blocks may be shared."""
+
+    async def main() -> None:
+        async with attached(tmp_path, set_up=saying(used=7, loose=5)) as (engine, _):
+            kv = engine.stats().kv
+            assert (kv.used, kv.held, kv.loose, kv.free) == (7, 0, 5, 188)
+
+    asyncio.run(main())
+
+
 def test_sessions_that_are_over_are_told_again_where_a_call_fails(tmp_path: Path) -> None:
     async def main() -> None:
         async with attached(tmp_path, set_up=holding) as (engine, fake):
@@ -173,7 +197,7 @@ def test_a_server_that_fails_the_proof_is_used_without_it(
             assert SESSION not in request.sampling.get("extra_args", {})
             request.to_the_end()
             await reading.ended()
-            assert fake.ended == []
+            assert fake.ended == engine._kv._ended == []
 
     asyncio.run(main())
 
