@@ -35,8 +35,8 @@ from midstream.core.served_names import ServedNames
 from midstream.core.types import EngineStats, GenerationEvent, ModelInfo, TokenRecord
 from midstream.engine.embedded import engine as embedded
 from midstream.engine.embedded import protocol
+from midstream.engine.servers.model import Shape
 from midstream.engine.vllm import engine as vllm
-from midstream.engine.vllm.model import Shape
 from midstream.http.call import ResponseStream
 from midstream.http.http1 import ClientConnection
 from midstream.http.ipc import HEADER, frame

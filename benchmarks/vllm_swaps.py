@@ -37,8 +37,9 @@ from servers import VLLM_PYTHON, Model, Server
 from swaps import QUIET_TOKENS, STREAMS, Streams, say, write_models
 from vllm_servers import SharedVllm
 
+from midstream.engine.servers.switching import switch
 from midstream.engine.vllm.beside import WorkerWeights
-from midstream.engine.vllm.swap import Control, switch
+from midstream.engine.vllm.swap import Control
 
 STAGED, IN_PLACE = "staged", "in place"
 LOAD_S_MAX = 600.0

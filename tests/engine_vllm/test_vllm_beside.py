@@ -14,12 +14,12 @@ from fake_vllm import FakeVllm, until, weights_of, write_weights
 from vllm_helpers import asking, attached, begun
 
 from midstream.engine.base import StagingFailed
+from midstream.engine.servers.switching import NotExact, ServerRefused
 from midstream.engine.vllm import server_proofs
 from midstream.engine.vllm.arguments import WORKER
 from midstream.engine.vllm.beside import CannotStage, WorkerWeights, prove_staging
 from midstream.engine.vllm.engine import VllmEngine
 from midstream.engine.vllm.staging import Staging
-from midstream.engine.vllm.swap import NotExact, VllmRefused
 
 
 @asynccontextmanager
@@ -285,7 +285,7 @@ class Workers:
         assert self.staged is not None
         self.calls.append("switch")
         if self.fault == "switch fails":
-            raise VllmRefused("half of it")
+            raise ServerRefused("half of it")
         stays = {"proj"} if self.fault == "leaves a kind" else set()
         self.serving |= {k: self.staged[k] for k in (kinds or self.KINDS) if k not in stays}
 

@@ -26,8 +26,8 @@ from midstream.core.types import NEAR_TIES, GenerateRequest, SamplingParams
 from midstream.engine.base import EngineDied
 from midstream.engine.vllm import protocol
 from midstream.engine.vllm.arguments import WORKER_DIR
+from midstream.engine.vllm.choice import unknown_feature, wants_both
 from midstream.engine.vllm.protocol import InvalidAnswer, read_answer
-from midstream.engine.vllm.requests import unknown_feature, wants_both
 from midstream.engine.vllm.sampling_proof import OneNumber, Proved, check_raw, check_sampling
 from midstream.engine.vllm.worker_extension import midstream_vllm_numbers as numbers
 

@@ -18,9 +18,9 @@ from fake_vllm import FakeVllm
 from vllm_helpers import asking, attached, begun, in_a_loop, swap
 
 from midstream.engine.base import StagingFailed
+from midstream.engine.servers.switching import ServerRefused
 from midstream.engine.vllm import digest as module
 from midstream.engine.vllm.arguments import WORKER_DIR
-from midstream.engine.vllm.swap import VllmRefused
 from midstream.http.call import CallFailed
 
 
@@ -222,7 +222,7 @@ class Workers:
     ("fails", "why"),
     [
         (None, ""),
-        (VllmRefused("it was half read"), "give no digest: it was half read"),
+        (ServerRefused("it was half read"), "give no digest: it was half read"),
         (CallFailed("cut"), "give no digest: cut"),
     ],
 )

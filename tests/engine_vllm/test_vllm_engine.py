@@ -502,7 +502,7 @@ def test_a_server_that_is_sick_for_too_long_is_given_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Although its workers answer, which are asked often here."""
-    monkeypatch.setattr("midstream.engine.vllm.watch.POLL_S", 0.1)
+    monkeypatch.setattr("midstream.engine.servers.watch.POLL_S", 0.1)
 
     async def main() -> None:
         async with attached(tmp_path, silence_s_max=1.5) as (engine, fake):

@@ -20,10 +20,10 @@ from midstream.core.config import VllmSettings
 from midstream.core.errors import ConfigError
 from midstream.core.types import GenerateRequest
 from midstream.engine.base import EngineDied, StagingFailed, Tee, TransferFailed, TransferRefused
+from midstream.engine.servers.boot import ServerBoot
 from midstream.engine.vllm import in_place, life
 from midstream.engine.vllm.arguments import command_line
 from midstream.engine.vllm.beside import WorkerWeights
-from midstream.engine.vllm.boot import VllmBoot
 from midstream.engine.vllm.engine import VllmEngine
 from midstream.engine.vllm.in_place import HOLDS, HoldAction, HoldEvent, HoldPhase, VllmInPlace
 
@@ -564,7 +564,7 @@ class Bare:
     """A fence without a server. Each call waits for its gate where there is one."""
 
     def __init__(self) -> None:
-        self.boot = VllmBoot()
+        self.boot = ServerBoot("vLLM")
         self.boot.begin()
         self.lock = asyncio.Lock()
         self.gates: dict[str, asyncio.Event] = {}

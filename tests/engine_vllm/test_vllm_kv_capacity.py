@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from midstream.core.kv import KvStats
-from midstream.engine.vllm.kv_capacity import read_capacity, used_by
+from midstream.engine.servers.engine import used_by
+from midstream.engine.vllm.kv_capacity import read_capacity
 
 LINE = (
     'vllm:cache_config_info{block_size="16",cache_dtype="auto",enable_prefix_caching="True",'

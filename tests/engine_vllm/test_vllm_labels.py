@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tiers import examples
 from vllm_helpers import Reading, asking, attached, begun, swap
 
-from midstream.engine.vllm.labels import UNKNOWN, ChoiceLabels, Epochs
+from midstream.engine.servers.labels import UNKNOWN, ChoiceLabels, Epochs
 
 Kv = list[tuple[tuple[str, int, int], ...]]
 

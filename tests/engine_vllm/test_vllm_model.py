@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from midstream.core.errors import ConfigError
 from midstream.engine.embedded.modules import ModuleDecoder, UnsupportedModel
-from midstream.engine.vllm.model import read_shape
+from midstream.engine.servers.model import read_shape
 
 SIZES: dict[str, Any] = {
     "vocab_size": 128,

@@ -171,7 +171,7 @@ def test_nothing_comes_of_a_line_that_is_not_complete() -> None:
 
 
 def test_a_line_without_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(protocol, "LINE_MAX", 1000)
+    monkeypatch.setattr("midstream.engine.servers.chunks.LINE_MAX", 1000)
     lines = ChunkReader()
     for _ in range(10):
         lines.feed(b"x" * 100)

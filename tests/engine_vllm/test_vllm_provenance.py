@@ -16,10 +16,10 @@ from tiers import examples
 from vllm_helpers import Reading, asking, attached, begun, in_a_loop, swap
 
 from midstream.core.types import GenerateRequest, GenerationEvent
+from midstream.engine.servers.labels import UNKNOWN
 from midstream.engine.vllm import protocol
 from midstream.engine.vllm.arguments import UNTOLD
 from midstream.engine.vllm.engine import VllmEngine
-from midstream.engine.vllm.labels import UNKNOWN
 
 Spans = tuple[tuple[str, int, int], ...]
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from midstream.core.types import GenerateRequest, TokenRecord
+from midstream.engine.servers.switching import NotExact, prove_reload, score
 from midstream.engine.vllm.arguments import WORKER, WORKER_DIR, command_line, environment
-from midstream.engine.vllm.swap import NotExact, prove_reload, score
 
 
 class Experts:

@@ -12,8 +12,8 @@ from tiers import examples
 from vllm_helpers import Reading, asking, attached, begun, swap
 
 from midstream.core.types import GenerationEvent
-from midstream.engine.vllm.labels import UNKNOWN, Epochs
-from midstream.engine.vllm.requests import ServedWeights, VllmRequest
+from midstream.engine.servers.labels import UNKNOWN, Epochs
+from midstream.engine.servers.requests import ServedWeights, ServerRequest
 
 WEIGHTS = ServedWeights("theirs", Epochs("base"))
 PROMPTS = (tuple(range(20)), tuple(range(40)), tuple(range(100, 130)))
@@ -152,7 +152,7 @@ def test_a_choice_that_is_to_begin_anew_may_be_ended_or_left(tmp_path: Path) -> 
 
 def test_a_run_tells_events_in_order_and_nothing_after_its_end() -> None:
     async def main() -> None:
-        run = VllmRequest(asking(n=3), WEIGHTS)
+        run = ServerRequest(asking(n=3), WEIGHTS)
         ends = [GenerationEvent(index=i, finish="stop") for i in range(3)]
         for event in (ends[0], ends[0], ends[1]):
             run.put(event)
@@ -162,11 +162,11 @@ def test_a_run_tells_events_in_order_and_nothing_after_its_end() -> None:
         run.put(ends[2])
         assert await waiting == ends[2]
         assert await run.next() is None
-        failing = VllmRequest(asking(n=2), WEIGHTS)
+        failing = ServerRequest(asking(n=2), WEIGHTS)
         failing.put(GenerationEvent(index=1, error="broken"))
         failing.put(ends[0])
         assert [(await failing.next()).error, await failing.next()] == ["broken", None]  # type: ignore[union-attr]
-        ending = VllmRequest(asking(), WEIGHTS)
+        ending = ServerRequest(asking(), WEIGHTS)
         waiting = asyncio.ensure_future(ending.next())
         await asyncio.sleep(0)
         ending.end_choice(0)

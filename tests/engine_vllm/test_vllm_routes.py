@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from midstream.engine.vllm.model import Shape
+from midstream.engine.servers.model import Shape
 from midstream.engine.vllm.routes import InvalidRoutes, decode_routes
 
 SAMPLES: list[dict[str, Any]] = json.loads((Path(__file__).parent / "data" / "routes.json").read_text())

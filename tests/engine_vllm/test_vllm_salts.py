@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from midstream.engine.vllm.salts import Salts
+from midstream.engine.servers.salts import Salts
 
 REQUEST = st.tuples(
     st.sampled_from([b"a", b"b", b"c"]), st.sampled_from([None, 0, 1, 2, 5]), st.booleans(), st.integers(0, 2)

@@ -10,8 +10,8 @@ from fake_vllm import FakeVllm, logprob_at, route_bytes, until, weights_of
 from vllm_helpers import Reading, asking, attached, begun, in_a_loop, swap
 
 from midstream.core.types import TokenRecord
+from midstream.engine.servers.scoring import TRIES
 from midstream.engine.vllm.protocol import NOT_FINITE, URGENT
-from midstream.engine.vllm.scoring import TRIES
 
 PROMPT = tuple(range(20, 32))
 

@@ -17,7 +17,8 @@ from stubserver import Fake, running, until
 
 from midstream.core.config import VllmSettings
 from midstream.core.errors import ConfigError
-from midstream.engine.vllm import server as server_module
+from midstream.engine.servers import process as server_module
+from midstream.engine.servers.process import ServerFailed
 from midstream.engine.vllm.arguments import (
     WORKER,
     adapter_places,
@@ -27,7 +28,7 @@ from midstream.engine.vllm.arguments import (
     environment,
     unheard,
 )
-from midstream.engine.vllm.server import VllmServer, VllmServerFailed
+from midstream.engine.vllm.server import VllmServer
 
 # Each starts processes.
 pytestmark = pytest.mark.slow
@@ -75,7 +76,7 @@ def with_server(server: VllmServer, check: Callable[[VllmServer], Awaitable[None
 
 def failing(server: VllmServer) -> str:
     """What it says when it does not start."""
-    with pytest.raises(VllmServerFailed) as failed:
+    with pytest.raises(ServerFailed) as failed:
         asyncio.run(server.start())
     return str(failed.value)
 

@@ -11,8 +11,8 @@ from vllm_helpers import Reading, asking, attached, begun, swap
 
 from midstream.core.config import VllmSettings
 from midstream.engine.base import EngineDied
-from midstream.engine.vllm.swap import LOAD_BYTES_PER_S, LOAD_S, load_s
-from midstream.engine.vllm.watch import CPU_PROMPT_TOKENS_PER_S, STALLED, PendingWork, Silence
+from midstream.engine.servers.switching import LOAD_BYTES_PER_S, LOAD_S, load_s
+from midstream.engine.servers.watch import CPU_PROMPT_TOKENS_PER_S, STALLED, PendingWork, Silence
 
 # Each waits for a silence of the real clock.
 pytestmark = pytest.mark.slow
@@ -120,7 +120,7 @@ def hung(fake: FakeVllm) -> None:
 def asked_often(monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine that is well has most of a short `silence_s_max` to answer in, and not the third that a second leaves."""
     for name in ("POLL_S", "IDLE_POLL_S"):
-        monkeypatch.setattr(f"midstream.engine.vllm.watch.{name}", 0.1)
+        monkeypatch.setattr(f"midstream.engine.servers.watch.{name}", 0.1)
 
 
 @pytest.mark.parametrize("busy", ["idle", "decoding", "waiting", "scoring"])
@@ -174,7 +174,7 @@ def test_a_swap_of_a_hung_engine_ends(tmp_path: Path, step: str, monkeypatch: py
             await engine.stage("step-1", write_weights(tmp_path / "step-1", 1))
             fake.before[paths[step]] = lambda: hung(fake)
             fake.fault(paths[step], "hang")
-            monkeypatch.setattr("midstream.engine.vllm.swap.LOAD_S", 0.5)
+            monkeypatch.setattr("midstream.engine.servers.switching.LOAD_S", 0.5)
             with pytest.raises(EngineDied):
                 await engine.commit("step-1")
             fake.hung = False
@@ -256,7 +256,7 @@ def test_an_adapter_is_loaded_behind_a_step_that_takes_longer_than_the_load_may(
 ) -> None:
     async def main() -> None:
         async with attached(tmp_path, places=4, silence_s_max=4.0) as (engine, fake):
-            monkeypatch.setattr("midstream.engine.vllm.swap.LOAD_S", 0.1)
+            monkeypatch.setattr("midstream.engine.servers.switching.LOAD_S", 0.1)
             fake.gates[LOAD] = step = asyncio.Event()
             staging = asyncio.create_task(engine.slot("p").stage("a", write_adapter(tmp_path / "a", 3)))
             await until(lambda: staging.done() or engine.silent_s() > 0.5, "longer than a load may take")

@@ -52,7 +52,7 @@ def test_an_embedded_engine_asks_for_nothing(tmp_path: Path) -> None:
 def test_a_vllm_replica_gets_its_server_or_starts_one(tmp_path: Path) -> None:
     urls = ("http://a:1", "http://b:2")
     settings = Settings(engine="vllm", vllm=VllmSettings(urls=urls, max_waiting=9))
-    assert [engine_fields(settings, i, 2)["vllm_url"] for i in range(2)] == list(urls)
+    assert [engine_fields(settings, i, 2)["server_url"] for i in range(2)] == list(urls)
     with pytest.raises(ConfigError, match=r"vllm\.urls names 2 servers: there is none for replica 2"):
         engine_fields(settings, 2, 3)
     twice = Settings(engine="vllm", vllm=VllmSettings(urls=("http://a:1", "http://a:1/")))

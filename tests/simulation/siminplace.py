@@ -16,9 +16,9 @@ from simreceiver import GroupBroken, Receivers
 from simstrikes import own_process
 
 from midstream.core.transfer import STORE_PREFIX
-from midstream.engine.vllm.boot import VllmBoot
+from midstream.engine.servers.boot import ServerBoot
+from midstream.engine.servers.switching import ServerRefused
 from midstream.engine.vllm.in_place import CLOSE_TEE, INIT, OPEN_TEE, SHUTDOWN, UPDATE, VllmInPlace
-from midstream.engine.vllm.swap import VllmRefused
 from midstream.http.call import CallFailed
 from midstream.snapshots.layout import WEIGHTS_FILE
 
@@ -45,7 +45,7 @@ class InPlace:
     ) -> None:
         self.ranks = ranks
         self._killed = killed
-        self.boot = VllmBoot()
+        self.boot = ServerBoot("vLLM")
         self.lock = asyncio.Lock()
         self.still = False
         self.fence = VllmInPlace(
@@ -115,7 +115,7 @@ class InPlace:
         except TimeoutError as error:
             raise CallFailed(f"{path}: no answer within {within_s:g} s") from error
         except GroupBroken as error:
-            raise VllmRefused(f"{path} answered 500: {error}", 500) from error
+            raise ServerRefused(f"{path} answered 500: {error}", 500) from error
 
     async def ask_workers(self, method: str, arguments: Mapping[str, Any], within_s: float) -> list[Any]:
         await asyncio.sleep(self._engine.slow_s(CALL_S))

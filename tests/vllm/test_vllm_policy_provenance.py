@@ -23,8 +23,8 @@ from vllm_bed import BLOCK, load, needs_provenance
 from adapter_helpers import ATTENTION, MLP, adapted, write_adapter  # isort: skip
 
 from midstream.core.types import GenerateRequest
+from midstream.engine.servers.labels import UNKNOWN, label_on
 from midstream.engine.vllm.engine import VllmEngine
-from midstream.engine.vllm.labels import UNKNOWN, label_on
 from midstream.replica.namespaces import Namespaces, cache_salt
 
 CONFIG: dict[str, Any] = {"r": 8, "lora_alpha": 16, "target_modules": ATTENTION + MLP}

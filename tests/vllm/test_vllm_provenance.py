@@ -22,8 +22,8 @@ from vllm_bed import BLOCK, needs_provenance
 from vllm_streams import random_prompt
 
 from midstream.core.types import GenerateRequest, SamplingParams
+from midstream.engine.servers.labels import UNKNOWN
 from midstream.engine.vllm.engine import VllmEngine
-from midstream.engine.vllm.labels import UNKNOWN
 from midstream.replica.namespaces import Namespaces, cache_salt
 
 # Nats, in float32.

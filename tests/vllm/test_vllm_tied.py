@@ -14,7 +14,8 @@ from vllm_bed import Bed, load, logprobs_of, needs_staging
 from vllm_streams import Stream, random_prompt, under_way
 
 from midstream.client import SnapshotPublisher
-from midstream.engine.vllm.swap import Control, switch
+from midstream.engine.servers.switching import switch
+from midstream.engine.vllm.swap import Control
 
 # Nats, in float32.
 TOLERANCE = 1e-4

@@ -22,7 +22,7 @@ import zstandard
 
 from midstream.core.errors import ConfigError, SnapshotCorrupt, SnapshotError
 from midstream.core.types import CompressionFormat
-from midstream.engine.vllm.model import read_shape
+from midstream.engine.servers.model import read_shape
 from midstream.snapshots.arc2.blob import MAX_WINDOW_BYTES, BlobEncoder, BlobError, decoded
 from midstream.snapshots.content import encode_manifest, parse_manifest
 from midstream.snapshots.layout import INDEX_FILE, WEIGHTS_FILE, read_checkpoint, read_file_layout

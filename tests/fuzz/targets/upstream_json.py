@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 
 from midstream.engine.embedded.protocol import reply_decoder
-from midstream.engine.vllm.model import Shape
+from midstream.engine.servers.model import Shape
 from midstream.engine.vllm.protocol import ChunkReader, InvalidAnswer, error_of, prompt_records, read_answer
 from midstream.engine.vllm.routes import InvalidRoutes, decode_routes
 from midstream.http.ipc import Frames, frame

@@ -77,7 +77,7 @@ ENGINE = (
     ),
     Mutation(
         "kv_that_is_said_to_be_of_other_weights_than_its_token",
-        "engine/vllm/labels.py",
+        "engine/servers/labels.py",
         "            if not fits or not self._epochs.serve(version):",
         "            if not fits:",
         "A choice of vLLM whose KV is said to be of other weights than its token ends with an error.",
@@ -409,7 +409,7 @@ ENGINE = (
     ),
     Mutation(
         "vllm_token_of_the_load_before",
-        "engine/vllm/labels.py",
+        "engine/servers/labels.py",
         "return None if theirs == ours else",
         "return None if len(theirs) == len(ours) else",
         "A choice whose labels are not what vLLM says ends with an error.",
@@ -417,7 +417,7 @@ ENGINE = (
     ),
     Mutation(
         "vllm_cache_one_switch_too_old",
-        "engine/vllm/salts.py",
+        "engine/servers/salts.py",
         "now - began > age_max",
         "now - began > age_max + 1",
         "What is found under a salt of vLLM's cache was computed at most age_max switches ago.",
@@ -489,7 +489,7 @@ ENGINE = (
     ),
     Mutation(
         "vllm_unproved_tokens_are_seen",
-        "engine/vllm/proving.py",
+        "engine/servers/proving.py",
         "            if not run.request.urgent:\n                run.keep_back()",
         "            pass",
         "Nothing that vLLM sampled under weights leaves the engine before they passed their check.",
@@ -505,7 +505,7 @@ ENGINE = (
     ),
     Mutation(
         "vllm_constrained_logprob_as_the_models",
-        "engine/vllm/requests.py",
+        "engine/servers/requests.py",
         "self._constrained = request.grammar is not None",
         "self._constrained = False",
         "A log-probability of the tokens that a grammar allows is never told as the raw model's.",
@@ -513,7 +513,7 @@ ENGINE = (
     ),
     Mutation(
         "vllm_numbers_without_proof",
-        "engine/vllm/requests.py",
+        "engine/servers/requests.py",
         "if unknown_feature(request) in proved:",
         'if unknown_feature(request) != "":',
         "A vLLM server is asked for both log-probabilities only if it was seen to return both.",
@@ -553,7 +553,7 @@ ENGINE = (
     ),
     Mutation(
         "hung_vllm_unnoticed",
-        "engine/vllm/watch.py",
+        "engine/servers/watch.py",
         "        if silent_s >= self.allowed_s:",
         "        if silent_s >= 1e9:",
         "A vLLM server whose engine hangs is given up in time.",
@@ -570,7 +570,7 @@ ENGINE = (
     ),
     Mutation(
         "vllm_orphans_escape",
-        "engine/vllm/keeper.py",
+        "engine/servers/keeper.py",
         "        become_subreaper()\n        server",
         "        server",
         "Nothing that a vLLM server started outlives its replica.",

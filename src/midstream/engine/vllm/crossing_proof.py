@@ -16,11 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from midstream.core.types import GenerateRequest, SamplingParams
+from midstream.engine.servers.requests import ServedWeights
+from midstream.engine.servers.scoring import ANSWER_S_MAX
+from midstream.engine.servers.switching import TOLERANCE, ServerRefused, largest_difference, proof_prompt
 from midstream.engine.vllm import protocol
-from midstream.engine.vllm.requests import ServedWeights
-from midstream.engine.vllm.scoring import ANSWER_S_MAX
 from midstream.engine.vllm.server import VllmServer
-from midstream.engine.vllm.swap import TOLERANCE, Control, VllmRefused, largest_difference, proof_prompt
+from midstream.engine.vllm.swap import Control
 from midstream.http.call import CallFailed, open_stream
 
 #: How many tokens the request generates: more where all of them came before vLLM stood still.
@@ -45,7 +46,7 @@ class CrossingProof:
     score: Callable[[ServedWeights], Awaitable[list[float]]]
 
     async def why_not(self, request: GenerateRequest) -> str | None:
-        """Why not; "" if it does. None: the request was done too early. Raises VllmRefused, CallFailed."""
+        """Why not; "" if it does. None: the request was done too early. Raises ServerRefused, CallFailed."""
         alone = await self.greedy(self.name, request.sampling.max_tokens)
         stream = _Stream()
         data = protocol.body(request, 0, model=self.name, salt=secrets.token_hex(16), stream=True)
@@ -58,7 +59,7 @@ class CrossingProof:
                 await stream.begun.wait()
                 if response.status >= 400:
                     await response.ended
-                    raise VllmRefused(protocol.error_of(response.status, stream.answer))
+                    raise ServerRefused(protocol.error_of(response.status, stream.answer))
                 before, after = await self._exchanged(stream)
                 await response.ended
         except TimeoutError as error:

@@ -11,7 +11,8 @@ from collections.abc import Awaitable, Callable
 
 import msgspec
 
-from midstream.engine.vllm.swap import STEP_S_MAX, Control, VllmRefused
+from midstream.engine.servers.switching import ServerRefused
+from midstream.engine.vllm.swap import STEP_S_MAX, Control
 from midstream.http.call import CallFailed
 
 #: Of the worker extension.
@@ -39,7 +40,7 @@ async def read_weights(
     """KIND:DIGEST of the weights of all ranks.
 
     stand: whether the weights are still those of the call. busy: whether there are steps to compute.
-    Raises OtherWeights, CallFailed, VllmRefused.
+    Raises OtherWeights, CallFailed, ServerRefused.
     """
     begin, answers = True, [None]
     while None in answers and stand():
@@ -78,7 +79,7 @@ async def prove_digest(control: Control, lacks: str, reload: Callable[[], Awaita
             return
         try:
             digests.append(await read_weights(control, lambda: True))
-        except (VllmRefused, CallFailed) as error:
+        except (ServerRefused, CallFailed) as error:
             lacks = f"its workers give no digest: {error}"
 
     await read()

@@ -10,33 +10,32 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
+from midstream.core.kv import KvStats
 from midstream.core.types import (
-    EngineStats,
     GenerateRequest,
     GenerationEvent,
     SwapTiming,
     TokenRecord,
 )
 from midstream.engine.base import AtOnce, EngineDied, Slot, StagingFailed
+from midstream.engine.servers.labels import ChoiceLabels
+from midstream.engine.servers.requests import ServerRequest
+from midstream.engine.servers.scoring import WrongWeights
+from midstream.engine.servers.switching import NotExact, ServerRefused, Unchanged, score, switch
 from midstream.engine.vllm import protocol
 from midstream.engine.vllm.adapters import Adapters, AdapterSlot, Crossing
+from midstream.engine.vllm.choice import VllmChoice, wants_both
 from midstream.engine.vllm.digest import OtherWeights, read_weights
-from midstream.engine.vllm.labels import ChoiceLabels
 from midstream.engine.vllm.life import Announced, ServerLife
 from midstream.engine.vllm.masks import fixed_mask
-from midstream.engine.vllm.proving import WeightsStanding
-from midstream.engine.vllm.requests import ChoiceStream, VllmRequest, finished, wants_both
-from midstream.engine.vllm.scoring import WrongWeights
 from midstream.engine.vllm.staging import Staged
-from midstream.engine.vllm.swap import NotExact, Unchanged, VllmRefused, adopt, score, switch
+from midstream.engine.vllm.swap import adopt
 from midstream.engine.vllm.worker_extension.midstream_vllm_numbers import ANY_AGE
 from midstream.http.call import CallFailed, open_stream
 
@@ -46,20 +45,6 @@ CONNECT_S_MAX = 30.0
 
 
 class VllmEngine(ServerLife):
-    def generate(
-        self, request: GenerateRequest, at_once: AtOnce | None = None
-    ) -> AsyncIterator[GenerationEvent]:
-        if at_once is None:
-            return self._generate(request, None)
-
-        def counted(event: GenerationEvent) -> bool:
-            taken = at_once(event)
-            if taken:
-                self._counts["generated_tokens"] += len(event.tokens)
-            return taken
-
-        return self._generate(request, counted)
-
     async def _generate(
         self, request: GenerateRequest, at_once: AtOnce | None
     ) -> AsyncIterator[GenerationEvent]:
@@ -73,7 +58,7 @@ class VllmEngine(ServerLife):
             yield GenerationEvent(error=f"the policy {request.policy} serves nothing yet")
             return
         weights = self._own if version is None else version.weights
-        run = self._requests[request.request_id] = VllmRequest(request, weights, at_once)
+        run = self._requests[request.request_id] = ServerRequest(request, weights, at_once)
         self._kv.moved()
         try:
             self._proving.begins(run)
@@ -91,29 +76,12 @@ class VllmEngine(ServerLife):
             if version is not None and adapters is not None:
                 adapters.end(version)
 
-    async def _begin_all(self, run: VllmRequest) -> None:
-        request = run.request
-        prompt: tuple[TokenRecord, ...] | None = None
-        if request.prompt_records:
-            scored = await self._score(run)
-            if isinstance(scored, str):
-                run.put(GenerationEvent(error=scored))
-                return
-            prompt = scored
-        for index in request.choices:
-            if request.sampling.max_tokens == 0:
-                run.put(GenerationEvent(index=index, prompt=prompt, cached_tokens=0, finish="length"))
-            elif (finish := finished(request, index)) is not None:
-                run.put(GenerationEvent(index=index, prompt=prompt, finish=finish))
-            else:
-                await self._begin(run, index, prompt)
-
     def refuses(self, request: GenerateRequest) -> str | None:
         if protocol.alternatives(request) and not self._names_alternatives:
             return "top_logprobs: this version of vLLM gives no names to alternatives"
         return protocol.problem(request)
 
-    async def _score(self, run: VllmRequest) -> tuple[TokenRecord, ...] | str:
+    async def _score(self, run: ServerRequest) -> tuple[TokenRecord, ...] | str:
         """The records of the prompt, or the reason why there are none."""
         scorer = self._scorer(run.weights, in_pause=not self._no_frozen_check)
         run.scoring = len(run.request.prompt)
@@ -127,7 +95,7 @@ class VllmEngine(ServerLife):
         finally:
             run.scoring = 0
 
-    async def _begin(self, run: VllmRequest, index: int, prompt: tuple[TokenRecord, ...] | None) -> None:
+    async def _begin(self, run: ServerRequest, index: int, prompt: tuple[TokenRecord, ...] | None) -> None:
         """Send one choice to the server, unless it was ended meanwhile."""
         if index not in run.open:
             return
@@ -141,7 +109,7 @@ class VllmEngine(ServerLife):
         told = kv is not None and bool(kv[0])
         labels = ChoiceLabels(run.weights.epochs, size, clean=clean, told=told)
         asked = {"both": both, "masks": masks}
-        choice = ChoiceStream(request, index, labels, self._shape, run.put, prompt=prompt, **asked)
+        choice = VllmChoice(request, index, labels, self._shape, run.put, prompt=prompt, **asked)
         choice.salt = salt
         choice.on_tokens = self._watch.token
         choice.on_error = lambda: self._ended(run, choice, None)
@@ -176,22 +144,6 @@ class VllmEngine(ServerLife):
             await self._check_alive(str(error))
             choice.fail(f"vLLM did not take the request: {error}")
 
-    def _ended(self, run: VllmRequest, choice: ChoiceStream, reason: str | None) -> None:
-        if choice.over:
-            return
-        doubt = reason or choice.server_error
-        if doubt is None or not self._boot.running:
-            choice.ended(reason)
-            return
-        self._start_task(run, "whether vLLM died", self._lost, choice, doubt)
-
-    async def _lost(self, choice: ChoiceStream, reason: str) -> None:
-        """End the boot if the server is dead; else end this choice alone. reason: a lost connection, or an error event."""
-        await self._check_alive(reason)
-        if choice.not_finite and self._proving.standing is WeightsStanding.PROVED:
-            await self._check_finite(reason)
-        choice.ended(reason)
-
     async def _check_finite(self, reason: str) -> None:
         """Raises EngineDied when the server computes no finite numbers for a prompt of ours either.
 
@@ -209,26 +161,7 @@ class VllmEngine(ServerLife):
         except (CallFailed, WrongWeights) as error:
             await self._check_alive(str(error))
 
-    def _start_task(
-        self, run: VllmRequest, name: str, work: Callable[..., Awaitable[None]], *args: object
-    ) -> None:
-        """Begin `work` for `run`, which gets the EngineDied that `work` raises."""
-
-        async def working() -> None:
-            try:
-                await work(*args)
-            except EngineDied as error:
-                run.fail(error)
-
-        self._boot.in_background(working(), name)
-
-    def _count(self, request: GenerateRequest, event: GenerationEvent) -> None:
-        self._counts["generated_tokens"] += len(event.tokens)
-        if event.finish is not None and event.index == request.choices[0]:
-            self._counts["prompt_tokens"] += len(request.prompt)
-            self._counts["cached_prompt_tokens"] += event.cached_tokens or 0
-
-    def _salt(self, run: VllmRequest) -> tuple[str, bool]:
+    def _salt(self, run: ServerRequest) -> tuple[str, bool]:
         """The request's salt for vLLM, and whether all KV cached under it is of the weights that it runs under."""
         request = run.request
         if not self._no_provenance:
@@ -244,14 +177,6 @@ class VllmEngine(ServerLife):
             return None
         age_max = ANY_AGE if request.kv_age_max is None else request.kv_age_max
         return int(request.want_kv_snapshots), age_max
-
-    def end_choice(self, request_id: str, index: int) -> None:
-        if (run := self._requests.get(request_id)) is not None:
-            run.end_choice(index)
-
-    def abort(self, request_id: str, index: int | None = None) -> None:
-        if (run := self._requests.get(request_id)) is not None:
-            run.abort(index)
 
     def end_session(self, session: str) -> None:
         self._kv.end(session)
@@ -323,7 +248,7 @@ class VllmEngine(ServerLife):
 
         try:
             return await self._boot.while_alive(read_weights(self._control, stand, self._has_steps))
-        except (OtherWeights, CallFailed, VllmRefused) as error:
+        except (OtherWeights, CallFailed, ServerRefused) as error:
             raise StagingFailed(str(error)) from error
 
     def _has_steps(self) -> bool:
@@ -371,7 +296,7 @@ class VllmEngine(ServerLife):
                 await self._control.pause()
                 self._paused = True
                 self._computing.clear()
-        except (EngineDied, CallFailed, VllmRefused) as error:
+        except (EngineDied, CallFailed, ServerRefused) as error:
             self._end_boot(str(error))
             raise EngineDied(str(error)) from error
 
@@ -410,7 +335,7 @@ class VllmEngine(ServerLife):
         except Unchanged as error:
             self._switched()
             raise StagingFailed(str(error)) from error
-        except (CallFailed, VllmRefused, asyncio.CancelledError) as error:
+        except (CallFailed, ServerRefused, asyncio.CancelledError) as error:
             reason = f"the switch to {what} left vLLM in doubt: {str(error) or 'cancelled'}"
             self._give_up(reason)
             if isinstance(error, asyncio.CancelledError):
@@ -458,35 +383,5 @@ class VllmEngine(ServerLife):
         self._proving.switched(snapshot)
         return self._cross_all(list(self._requests.values()))
 
-    def _cross_all(self, runs: Sequence[VllmRequest]) -> int:
-        """How many of their choices continue in the epoch that has begun.
-
-        A choice without a token that may find KV that is too old now is sent again.
-        """
-        crossed = 0
-        for run in runs:
-            for index, choice in tuple(run.choices.items()):
-                if choice.over:
-                    continue
-                crossed += 1
-                bounded = run.request.kv_age_max is not None and choice.labels.count == 0
-                if bounded and self._salt(run)[0] != choice.salt:
-                    choice.close()
-                    self._start_task(run, "a choice begun again", self._begin, run, index, choice.prompt)
-                else:
-                    choice.switched()
-        return crossed
-
-    def stats(self) -> EngineStats:
-        choices = [c for run in self._requests.values() for c in run.choices.values() if not c.over]
-        running = sum(choice.labels.count > 0 for choice in choices)
-        contexts = (
-            len(run.request.prompt) + choice.labels.count
-            for run in self._requests.values()
-            for choice in run.choices.values()
-            if not choice.over and choice.labels.count
-        )
-        return msgspec.structs.replace(
-            EngineStats(running=running, waiting=len(choices) - running, kv=self._kv.stats(contexts)),
-            **self._counts,
-        )
+    def _kv_stats(self, contexts: Iterable[int]) -> KvStats:
+        return self._kv.stats(contexts)

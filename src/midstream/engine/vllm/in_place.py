@@ -22,8 +22,9 @@ from typing import Any
 
 from midstream.core.table import Table
 from midstream.engine.base import EngineDied, InPlaceWeights, Tee, TransferFailed, TransferRefused
-from midstream.engine.vllm.boot import VllmBoot
-from midstream.engine.vllm.swap import Control, VllmRefused
+from midstream.engine.servers.boot import ServerBoot
+from midstream.engine.servers.switching import ServerRefused
+from midstream.engine.vllm.swap import Control
 from midstream.http.call import CallFailed
 from midstream.snapshots.layout import WEIGHTS_FILE
 
@@ -35,7 +36,7 @@ INIT, SHUTDOWN = "/init_weight_transfer_engine", "/shutdown_weight_transfer_engi
 START, UPDATE, FINISH = "/start_weight_update", "/update_weights", "/finish_weight_update"
 #: Methods of the worker extension.
 OPEN_TEE, CLOSE_TEE = "midstream_open_tee", "midstream_close_tee"
-_ERRORS = (CallFailed, VllmRefused, EngineDied)
+_ERRORS = (CallFailed, ServerRefused, EngineDied)
 
 
 class HoldPhase(enum.StrEnum):
@@ -122,7 +123,7 @@ class VllmInPlace(InPlaceWeights):
         self,
         backend: str,
         control: Callable[[], Control],
-        boot: VllmBoot,
+        boot: ServerBoot,
         lock: asyncio.Lock,
         stand_still: Callable[[], Coroutine[Any, Any, None]],
         move_on: Callable[[], Coroutine[Any, Any, None]],
@@ -233,7 +234,7 @@ class VllmInPlace(InPlaceWeights):
             await self._call(INIT, {"init_info": init_info}, max(0.0, until - now()))
         except _ERRORS as error:
             message = f"vLLM did not join the group: {error}"
-            if not isinstance(error, VllmRefused) or not 400 <= error.status < 500:
+            if not isinstance(error, ServerRefused) or not 400 <= error.status < 500:
                 # vLLM answers for the first rank that fails. Others may wait for the trainer still.
                 raise TransferFailed(message) from error
             self._move(HoldEvent.ANSWERED)
@@ -252,7 +253,7 @@ class VllmInPlace(InPlaceWeights):
             await self._boot.while_alive(self._stand_still())
         except EngineDied as error:
             raise TransferFailed(str(error)) from error
-        except (CallFailed, VllmRefused) as error:
+        except (CallFailed, ServerRefused) as error:
             self._doubt(f"vLLM did not stand still: {error}")
             raise TransferFailed(str(error)) from error
         if self._move(HoldEvent.STANDS_STILL) is HoldAction.RESUME:
@@ -351,7 +352,7 @@ class VllmInPlace(InPlaceWeights):
             await self._boot.while_alive(self._move_on())
         except EngineDied:
             return
-        except (CallFailed, VllmRefused) as error:
+        except (CallFailed, ServerRefused) as error:
             self._doubt(f"vLLM did not compute again: {error}")
             return
         if self.phase is HoldPhase.RESUMING:

@@ -6,9 +6,6 @@ Always holds: a server that does not say so, or says nonsense, has an unknown ca
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
-
-import msgspec
 
 from midstream.core.kv import KvStats
 from midstream.http.call import CallFailed, call
@@ -48,11 +45,3 @@ def read_capacity(metrics: bytes, least: int = 1) -> KvStats:
 
 def _number(text: bytes) -> int:
     return int(text) if text.isdigit() and len(text) < 12 else 0
-
-
-def used_by(kv: KvStats, contexts: Iterable[int]) -> KvStats:
-    """With requests of so many tokens each running."""
-    if not kv.total:
-        return kv
-    blocks = sum(-(-tokens // kv.block_tokens) for tokens in contexts)
-    return msgspec.structs.replace(kv, used=min(blocks, kv.total))

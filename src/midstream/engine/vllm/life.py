@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import msgspec
@@ -26,6 +25,17 @@ from midstream.core.types import (
     SamplingParams,
 )
 from midstream.engine.base import EngineDied, StagingFailed
+from midstream.engine.servers.boot import ServerBoot
+from midstream.engine.servers.engine import ANSWER_S_MAX, HEALTH_S_MAX
+from midstream.engine.servers.labels import Epochs
+from midstream.engine.servers.model import Shape, read_shape
+from midstream.engine.servers.process import ServerFailed
+from midstream.engine.servers.proving import Proving
+from midstream.engine.servers.requests import ServerRequest
+from midstream.engine.servers.salts import Salts
+from midstream.engine.servers.scoring import WrongWeights
+from midstream.engine.servers.switching import NotExact, ServerRefused, proof_prompt, score
+from midstream.engine.servers.watch import Watch
 from midstream.engine.vllm import protocol
 from midstream.engine.vllm.adapters import FOLDER
 from midstream.engine.vllm.arguments import (
@@ -36,28 +46,14 @@ from midstream.engine.vllm.arguments import (
     UNTOLD,
     vllm_card,
 )
-from midstream.engine.vllm.boot import VllmBoot
 from midstream.engine.vllm.in_place import VllmInPlace
 from midstream.engine.vllm.kv_capacity import kv_of_server
-from midstream.engine.vllm.labels import Epochs
-from midstream.engine.vllm.model import Shape, read_shape
-from midstream.engine.vllm.proving import Proving
-from midstream.engine.vllm.requests import VllmRequest
-from midstream.engine.vllm.salts import Salts
 from midstream.engine.vllm.sampling_proof import Proved, prove_numbers
-from midstream.engine.vllm.scoring import WrongWeights
-from midstream.engine.vllm.server import VllmServer, VllmServerFailed
+from midstream.engine.vllm.server import VllmServer
 from midstream.engine.vllm.server_proofs import LoadsFail, ServerProofs
 from midstream.engine.vllm.session_kv import SessionKv
 from midstream.engine.vllm.staging import Staging, VllmStager
-from midstream.engine.vllm.swap import (
-    Control,
-    NotExact,
-    VllmRefused,
-    proof_prompt,
-    score,
-)
-from midstream.engine.vllm.watch import POLL_S, PendingWork, Watch
+from midstream.engine.vllm.swap import Control
 from midstream.http.call import CallFailed, call
 
 logger = logging.getLogger(__name__)
@@ -66,12 +62,6 @@ logger = logging.getLogger(__name__)
 Announced = tuple[str, tuple[tuple[str, str], ...]]
 #: The name of the model at the server.
 NAME = "midstream"
-#: For an answer to /health after a connection was lost.
-HEALTH_S_MAX = 5.0
-#: For an answer of the server's API process alone.
-ANSWER_S_MAX = 10.0
-#: The most prompt tokens of one step, unless a prompt may be longer.
-STEP_TOKENS = 8192
 #: For the first answer of a server, which may compile kernels.
 FIRST_S_MAX = 300.0
 #: For the prompt that is scored in a pause at the start.
@@ -81,15 +71,13 @@ LOOK_S = 1.0
 #: Instead of a version: the server's KV cache holds numbers that are not finite.
 SPOILT = "not finite"
 #: A server that raises one of these while it starts cannot serve.
-START_ERRORS = (VllmServerFailed, CallFailed, VllmRefused, NotExact, WrongWeights)
+START_ERRORS = (ServerFailed, CallFailed, ServerRefused, NotExact, WrongWeights)
 
 
 class ServerLife(ServerProofs):
     """url: of a running server to attach to, instead of starting one. cache_dir: of the replica."""
 
     _paused = False
-    # The weight version that a running commit brings.
-    _coming_version: str | None = None
     # It is of an adapter, so the weights under it stay.
     _crossing = False
     # The KV cache of the attached server holds numbers that are not finite.
@@ -104,7 +92,6 @@ class ServerLife(ServerProofs):
     _no_provenance = UNTOLD
     # Why nothing is checked in a pause; empty if weights are.
     _no_frozen_check = UNFROZEN
-    _death: Callable[[str], Awaitable[None]] | None = None
 
     def __init__(
         self,
@@ -130,7 +117,7 @@ class ServerLife(ServerProofs):
             gpus=gpus,
             log=cache_dir / "vllm.log",
         )
-        self._boot = VllmBoot()
+        self._boot = ServerBoot("vLLM")
         self._watch = Watch(settings.silence_s_max, lambda s: self._control.reach_workers(s), self._work)
         self._watcher: asyncio.Task[None] | None = None
         # pause, resume and commit run one at a time.
@@ -139,7 +126,7 @@ class ServerLife(ServerProofs):
         self._shape: Shape
         self._epochs = Epochs(BASE_SNAPSHOT)
         self._salts = Salts(b"")
-        self._requests: dict[str, VllmRequest] = {}
+        self._requests: dict[str, ServerRequest] = {}
         self._proving = Proving(self._requests)
         self._kv = SessionKv(lambda: self._control, lambda: bool(self._requests))
         # Set while it computes.
@@ -165,10 +152,6 @@ class ServerLife(ServerProofs):
 
     def __repr__(self) -> str:
         return f"VllmEngine({self._server!r}, {self._epochs!r}, {len(self._requests)} requests)"
-
-    @property
-    def pid(self) -> int | None:
-        return self._server.pid
 
     async def start(self) -> ModelInfo:
         await self._stop()
@@ -258,18 +241,18 @@ class ServerLife(ServerProofs):
         return ""
 
     async def _check_unspoilt(self) -> None:
-        """Raises VllmServerFailed for an attached server that has to be restarted. Its version remembers it."""
+        """Raises ServerFailed for an attached server that has to be restarted. Its version remembers it."""
         if self._spoilt:
             await self._control.set_version(SPOILT)
             self._spoilt = False
         if await self._control.version(ANSWER_S_MAX) == SPOILT:
-            raise VllmServerFailed(
+            raise ServerFailed(
                 f"the vLLM server at {self._server.url} computed numbers that are not finite, and its KV cache still holds "
                 "them: restart it"
             )
 
     async def _hear(self) -> None:
-        """Learn from an answer what this version says. Raises VllmServerFailed when an attached server does not say how much of
+        """Learn from an answer what this version says. Raises ServerFailed when an attached server does not say how much of
         a prompt was cached."""
         prompt = proof_prompt(self._shape.vocab_size, self._server.max_model_len)
         sampling = SamplingParams(max_tokens=1, temperature=0.0)
@@ -285,11 +268,11 @@ class ServerLife(ServerProofs):
         try:
             chunk = protocol.read_answer(answer.body, request.top_logprobs)
         except protocol.InvalidAnswer as error:
-            raise VllmServerFailed(f"the vLLM server at {url}: {error}") from error
+            raise ServerFailed(f"the vLLM server at {url}: {error}") from error
         self._epochs.confirmed = chunk.spans is not None
         self._names_alternatives = all(len({t.token_id for t in c.top}) == len(c.top) for c in chunk.tokens)
         if self._attached and chunk.cached is None:
-            raise VllmServerFailed(
+            raise ServerFailed(
                 f"the vLLM server at {url} does not say how much of a prompt was cached: start it with "
                 "--enable-prompt-tokens-details"
             )
@@ -329,95 +312,11 @@ class ServerLife(ServerProofs):
         await self._stop()
         self._staging.close()
 
-    async def _check_alive(self, reason: str) -> None:
-        """Raises EngineDied if the server is gone, or is no longer the one that was given its weights.
-
-        Otherwise `reason` concerns one request alone.
-        """
-        self._boot.check()
-        problem = await self._problem()
-        self._boot.check()
-        if problem is not None:
-            self._end_boot(f"{problem}: {reason}")
-            raise EngineDied(f"{problem}: {reason}")
-
-    async def _problem(self) -> str | None:
-        """What is wrong with the server, if anything is."""
-        status = await self._server.health(HEALTH_S_MAX)
-        if status != 200:
-            return f"vLLM is gone (/health answers {status})" if status > 0 else "vLLM is gone"
-        return await self._other_weights()
-
-    async def _other_weights(self) -> str | None:
-        """Why the server has other weights than ours, if it has: it was restarted, for example."""
-        if not self._server.names_weights:
-            # It was started here, so nobody else restarts it.
-            return None
-        if self._coming_version is not None:
-            # The switch itself finds out whether it left the server in doubt.
-            return None
-        ours = self._epochs.serving_version
-        try:
-            version = await self._control.version(ANSWER_S_MAX)
-        except (CallFailed, VllmRefused):
-            # The server is healthy, but busy with a long step or with a switch.
-            return None
-        switched = self._epochs.serving_version != ours
-        if version == ours or switched or self._coming_version is not None:
-            return None
-        return f"vLLM was restarted, or given weights by others: it has {version!r}, not {ours!r}"
-
     def drop_staged(self) -> None:
         self._stager.drop()
 
-    def silent_s(self) -> float:
-        return self._watch.silent_s
-
-    def _work(self) -> PendingWork:
-        choices = [c for run in self._requests.values() for c in run.choices.values() if not c.over]
-        prompts = sum(choice.prompt_size for choice in choices if not choice.labels.count)
-        prompts += sum(run.scoring for run in self._requests.values())
-        due = self._computing.is_set() and any(choice.labels.count for choice in choices)
-        waiting = min(prompts, max(self._server.max_model_len, STEP_TOKENS))
-        return PendingWork(due, waiting, idle=not self._requests)
-
-    def on_death(self, callback: Callable[[str], Awaitable[None]]) -> None:
-        self._death = callback
-
-    async def _until_hung(self) -> None:
-        """End the boot when the server hangs."""
-        self._give_up(await self._watch.run(on_cpu=self._server.on_cpu))
-
-    async def _until_restarted(self) -> None:
-        """End the boot when the server has been restarted by others."""
-        problem = None
-        while problem is None:
-            await asyncio.sleep(POLL_S)
-            problem = await self._other_weights()
-        self._give_up(problem)
-
-    def _give_up(self, reason: str) -> None:
-        """End the boot. The server is killed, unless it belongs to others."""
-        self._server.kill()
-        self._end_boot(reason)
-
-    async def _until_ended(self) -> None:
-        """Wait for the end of the boot: the end of the server, or an event that made it useless."""
-        try:
-            reason = await self._boot.while_alive(self._server.wait_ended())
-        except EngineDied as error:
-            reason = str(error)
-        logger.error("vLLM ended: %s", reason)
-        self._end_boot(reason)
-        await self._server.close()
-        if self._death is not None:
-            await self._death(reason)
-
     def _end_boot(self, reason: str) -> None:
-        """End the boot: every request and every call ends with EngineDied."""
-        for run in self._requests.values():
-            run.fail(EngineDied(reason))
-        self._boot.end(reason)
+        super()._end_boot(reason)
         self._fence.ended(reason)
 
     async def pause(self) -> None:
@@ -457,7 +356,7 @@ class ServerLife(ServerProofs):
             return
         try:
             await self._boot.while_alive(self._control.pause() if paused else self._control.resume())
-        except (CallFailed, VllmRefused) as error:
+        except (CallFailed, ServerRefused) as error:
             self._end_boot(str(error))
             raise EngineDied(str(error)) from error
         self._paused = paused

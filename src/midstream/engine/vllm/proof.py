@@ -26,14 +26,16 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from midstream.core.errors import SnapshotError
+from midstream.engine.servers.requests import ServedWeights
+from midstream.engine.servers.scoring import ANSWER_S_MAX
+from midstream.engine.servers.switching import TOLERANCE, NotExact, Score, ServerRefused, score
 from midstream.engine.vllm import protocol
 from midstream.engine.vllm.adapters import Proven, adaptable, name_of
 from midstream.engine.vllm.arguments import UNCROSSED
 from midstream.engine.vllm.crossing_proof import CROSSING, CrossingProof, asked
-from midstream.engine.vllm.requests import ServedWeights
-from midstream.engine.vllm.scoring import ANSWER_S_MAX, Scorer
+from midstream.engine.vllm.scoring import Scorer
 from midstream.engine.vllm.server import VllmServer
-from midstream.engine.vllm.swap import TOLERANCE, Control, NotExact, Score, VllmRefused, score
+from midstream.engine.vllm.swap import Control
 from midstream.http.call import CallFailed, call
 from midstream.snapshots.adapter import ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE
 from midstream.snapshots.layout import file_header, read_spec
@@ -90,7 +92,7 @@ class Proof:
             for kind, module in kinds.items():
                 try:
                     name = await self._load(module, base.tensors[f"{module}.weight"].shape)
-                except VllmRefused as error:
+                except ServerRefused as error:
                     refusal = str(error)
                     continue
                 if max(_differences(before, await self._score(ServedWeights(name, own.epochs)))) > TOLERANCE:
@@ -111,7 +113,7 @@ class Proof:
     async def beside(self, proven: Proven, own: ServedWeights) -> AsyncIterator[Score]:
         """Within, an adapter is loaded. What the base weights and what this adapter on them say of a prompt.
 
-        So whatever is proved of loads holds for both. Raises VllmRefused, CallFailed.
+        So whatever is proved of loads holds for both. Raises ServerRefused, CallFailed.
         """
         async with self.adapter(proven) as name:
 
@@ -122,7 +124,7 @@ class Proof:
 
     @asynccontextmanager
     async def adapter(self, proven: Proven) -> AsyncIterator[str]:
-        """Within, one is loaded; its name. Raises VllmRefused, CallFailed."""
+        """Within, one is loaded; its name. Raises ServerRefused, CallFailed."""
         module = adaptable(proven.base)[min(proven.kinds)]
         try:
             yield await self._load(module, proven.base.tensors[f"{module}.weight"].shape)
@@ -154,7 +156,7 @@ class Proof:
                     return why
                 await self._control.load_adapter(name, files[0], in_place=True)
             return UNCROSSED
-        except VllmRefused as error:
+        except ServerRefused as error:
             return str(error)
         finally:
             await self._clean_up()
@@ -207,7 +209,7 @@ class Proof:
         for name in self._loaded:
             try:
                 await self._control.unload_adapter(name)
-            except (CallFailed, VllmRefused) as error:
+            except (CallFailed, ServerRefused) as error:
                 logger.warning("%s: vLLM keeps its name: %s", name, error)
         self._loaded = []
         await finished(shutil.rmtree, self._folder, True)

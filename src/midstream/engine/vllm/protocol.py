@@ -9,7 +9,6 @@ Always holds:
 
 from __future__ import annotations
 
-import hashlib
 import re
 import struct
 from itertools import pairwise
@@ -21,8 +20,20 @@ import msgspec
 
 from midstream.core.decoding import NOT_JSON
 from midstream.core.types import NEAR_TIES, GenerateRequest, TokenRecord, TopLogprob
+from midstream.engine.servers import chunks
+from midstream.engine.servers.chunks import (
+    DONE,
+    Chunk,
+    EventLines,
+    InvalidAnswer,
+    Token,
+    alternatives,
+    choice_seed,
+    excerpt,
+    tidy,
+)
+from midstream.engine.servers.labels import KvSpans
 from midstream.engine.step import SUM_ROUNDING
-from midstream.engine.vllm.labels import KvSpans
 from midstream.engine.vllm.masks import is_mask, read_mask
 from midstream.engine.vllm.worker_extension.midstream_vllm_numbers import (
     INFINITE,
@@ -46,51 +57,6 @@ NOT_FINITE = -9999.0
 URGENT = -1
 #: Of versions up to 0.28.
 NO_RANKS = "this version of vLLM gives tokens no rank, which would carry the number"
-#: In bytes. The routes of a long sequence take some 20 MB.
-LINE_MAX = 1 << 28
-#: Characters of an error that are shown.
-MESSAGE_MAX = 1000
-
-
-class InvalidAnswer(Exception):
-    """The server's bytes are not what vLLM sends. The message says how."""
-
-
-class Token(msgspec.Struct, frozen=True, gc=False):
-    """logprob: of the raw model, in nats. top: the best alternatives asked for, best first.
-
-    sampling: the log-probability with which it was drawn, if the request asked for both. near_tie: as of a TokenRecord.
-    """
-
-    token_id: int
-    logprob: float
-    top: tuple[TopLogprob, ...] = ()
-    sampling: float | None = None
-    near_tie: int = 0
-
-
-class Chunk(msgspec.Struct, frozen=True):
-    """The content of one message about a choice.
-
-    finish: vLLM's finish_reason. spans, with the last chunk: its tokens by weight version, as (version, start, end).
-    routes, with the last chunk: `routed_experts` (routes.py). cached: prompt tokens with reused KV.
-    error: a message for the user, after which nothing useful follows. not_finite: it says that a number of the model is not.
-    done: nothing follows. kv: which weights computed the KV, each time vLLM's scheduler says so: tokens before, and spans.
-    masks: of the tokens, if the request asked for them.
-    """
-
-    tokens: tuple[Token, ...] = ()
-    finish: str | None = None
-    spans: tuple[tuple[str, int, int], ...] | None = None
-    routes: str | None = None
-    cached: int | None = None
-    error: str | None = None
-    done: bool = False
-    not_finite: bool = False
-    kv: tuple[tuple[int, KvSpans], ...] = ()
-    masks: tuple[bytes, ...] = ()
-
-
 # The messages of vLLM. The decoder skips members that are not listed.
 
 
@@ -163,17 +129,10 @@ _PLAIN: msgspec.json.Decoder[_Message[Any]] = msgspec.json.Decoder(_Message[Toke
 _RANKED: msgspec.json.Decoder[_Message[Any]] = msgspec.json.Decoder(_Message[_Ranked])
 _WITH_TOP: msgspec.json.Decoder[_Message[Any]] = msgspec.json.Decoder(_Message[_RankedWithTop])
 _SCORES = msgspec.json.Decoder(_PromptScores)
-_ANYTHING = msgspec.json.Decoder(dict[str, Any])
-_DONE = Chunk(done=True)
 _token_id = attrgetter("token_id")
 _logprob = attrgetter("logprob")
 #: How versions up to 0.28 name a token beside its log-probability.
 _NAMED, _NAME = b'"token_id:', re.compile(rb'"token":\s?"token_id:(-?\d+)"')
-
-
-def alternatives(request: GenerateRequest) -> int:
-    """The number of alternatives per token in the answer to a request. The token's own log-probability is always there."""
-    return request.top_logprobs if request.want_logprobs else 0
 
 
 class ChunkReader:
@@ -186,38 +145,14 @@ class ChunkReader:
     def __init__(self, top: int = 0, *, both: bool = False, kv: bool = False, masks: bool = False) -> None:
         self._asked = {"both": both, "kv": kv, "masks": masks}
         self._top = top
-        # The parts of a line that is not complete, and their bytes.
-        self._parts: list[bytes] = []
-        self._held = 0
+        self._lines = EventLines()
 
     def feed(self, data: bytes) -> list[Chunk]:
         """The chunks that these bytes complete. Raises InvalidAnswer, after which nothing may be fed."""
-        lines = data.split(b"\n")
-        rest = lines.pop()
-        if lines and self._parts:
-            self._parts.append(lines[0])
-            lines[0] = b"".join(self._parts)
-            self._parts, self._held = [], 0
-        if rest:
-            self._parts.append(rest)
-            self._held += len(rest)
-            if self._held > LINE_MAX:
-                raise InvalidAnswer(f"a line of more than {LINE_MAX} bytes")
-        chunks = []
-        for line in lines:
-            if line.startswith(b"data:"):
-                message = line[5:].strip()
-                chunks.append(_DONE if message == b"[DONE]" else _read(message, self._top, **self._asked))
-            elif line:
-                _check_other(line)
-        return chunks
-
-
-def _check_other(line: bytes) -> None:
-    """A line without data. Raises InvalidAnswer unless it is one of an event stream."""
-    line = line.rstrip(b"\r")
-    if line and not line.startswith((b":", b"event:", b"id:", b"retry:")):
-        raise InvalidAnswer(f"a line of the stream is no event: {_excerpt(line)}")
+        return [
+            DONE if message == b"[DONE]" else _read(message, self._top, **self._asked)
+            for message in self._lines.feed(data)
+        ]
 
 
 def read_answer(
@@ -236,10 +171,10 @@ def _read(data: bytes, top: int, *, both: bool, kv: bool, masks: bool) -> Chunk:
     try:
         message = (_WITH_TOP if top else _RANKED if both else _PLAIN).decode(data)
     except NOT_JSON as error:
-        raise InvalidAnswer(f"{error}: {_excerpt(data)}") from error
+        raise InvalidAnswer(f"{error}: {excerpt(data)}") from error
     if message.error is not None:
         text = message.error if isinstance(message.error, str) else message.error.message
-        return Chunk(error=f"vLLM: {_tidy(text)}")
+        return Chunk(error=f"vLLM: {tidy(text)}")
     cached = None
     if message.usage is not None and message.usage.prompt_tokens_details is not None:
         cached = message.usage.prompt_tokens_details.cached_tokens
@@ -327,7 +262,7 @@ def prompt_records(
     try:
         scores = _SCORES.decode(data).prompt_logprobs
     except NOT_JSON as error:
-        raise InvalidAnswer(f"{error}: {_excerpt(data)}") from error
+        raise InvalidAnswer(f"{error}: {excerpt(data)}") from error
     if scores is None or len(scores) != len(prompt):
         found = "no prompt_logprobs" if scores is None else f"prompt_logprobs of {len(scores)} tokens"
         raise InvalidAnswer(f"{found} for a prompt of {len(prompt)}")
@@ -467,33 +402,6 @@ def _sampling(request: GenerateRequest, choice: int) -> dict[str, Any]:
     return fields
 
 
-def choice_seed(seed: int, choice: int, emitted: int) -> int:
-    """A seed of 63 bits. It differs for every choice and number of emitted tokens, so that no random stream is used twice."""
-    digest = hashlib.blake2b(f"{seed} {choice} {emitted}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
-
-
 def error_of(status: int, data: bytes) -> str:
     """The text of an answer with an error status, for the user."""
-    text = error_text(data)
-    return f"vLLM answered {status}: {text}" if text else f"vLLM answered {status} without a word"
-
-
-def error_text(data: bytes) -> str:
-    try:
-        answer = _ANYTHING.decode(data)
-    except NOT_JSON:
-        return _tidy(data.decode("utf-8", "replace"))
-    error = answer.get("error", answer)
-    text = error.get("message", error.get("detail")) if isinstance(error, dict) else error
-    return _tidy("" if text is None else str(text))
-
-
-def _tidy(message: str) -> str:
-    """The message on one line of bounded length, with printable characters only."""
-    line = " ".join("".join(c if c.isprintable() else " " for c in message[: 4 * MESSAGE_MAX]).split())
-    return line if len(line) <= MESSAGE_MAX else line[: MESSAGE_MAX - 1] + "…"
-
-
-def _excerpt(data: bytes) -> str:
-    return ascii(data[:120].decode("utf-8", "replace"))
+    return chunks.error_of("vLLM", status, data)

@@ -18,10 +18,10 @@ import secrets
 from collections.abc import Awaitable, Callable
 
 from midstream.core.types import GenerateRequest, SamplingParams
+from midstream.engine.servers.labels import Epochs, KvSpans
+from midstream.engine.servers.scoring import ANSWER_S_MAX
 from midstream.engine.vllm import protocol
 from midstream.engine.vllm.arguments import SCHEDULER, UNTOLD
-from midstream.engine.vllm.labels import Epochs, KvSpans
-from midstream.engine.vllm.scoring import ANSWER_S_MAX
 from midstream.engine.vllm.server import VllmServer
 from midstream.engine.vllm.swap import Control
 from midstream.engine.vllm.worker_extension.midstream_vllm_numbers import ANY_AGE
@@ -53,7 +53,7 @@ async def prove_provenance(
 ) -> str:
     """Why it is unknown which weights computed KV; "" if the server says so. sizes: of the vocabulary and of the context.
 
-    adapter: the policy and the name of one that the server has, if it serves policies. Raises CallFailed, VllmRefused.
+    adapter: the policy and the name of one that the server has, if it serves policies. Raises CallFailed, ServerRefused.
     """
     if server.scheduler != SCHEDULER:
         return UNTOLD
@@ -85,7 +85,7 @@ async def prove_provenance(
 
 
 async def _prove(asking: _Asking, rename: Rename) -> None:
-    """Raises NotTold, CallFailed, VllmRefused."""
+    """Raises NotTold, CallFailed, ServerRefused."""
     asking.begin_anew()
     now = asking.version
     _expect("a new prompt", await asking.once(), (0, ((now, 0),)))
@@ -98,7 +98,7 @@ async def _prove(asking: _Asking, rename: Rename) -> None:
 
 
 async def _prove_crossing(asking: _Asking, rename: Rename) -> None:
-    """Raises NotTold, CallFailed, VllmRefused."""
+    """Raises NotTold, CallFailed, ServerRefused."""
     for _ in range(TRIES):
         before = asking.version
         stream = await asking.begin()

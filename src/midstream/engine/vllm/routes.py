@@ -33,7 +33,7 @@ from tokenize import TokenError
 import numpy as np
 import numpy.lib.format as npy
 
-from midstream.engine.vllm.model import Shape
+from midstream.engine.servers.model import Shape
 
 #: The types that vLLM uses, as `numpy.dtype.str` writes them.
 DTYPES = ("|u1", "<u2", ">u2", "<i4", ">i4")

@@ -22,6 +22,8 @@ from msgspec.structs import replace
 
 from midstream.core.masks import kept_ids
 from midstream.core.types import NEAR_GREEDY, NEAR_TOP_K, GenerateRequest, SamplingParams
+from midstream.engine.servers.scoring import ANSWER_S_MAX
+from midstream.engine.servers.switching import ServerRefused, proof_prompt
 from midstream.engine.step import near_tie
 from midstream.engine.vllm import protocol
 from midstream.engine.vllm.arguments import (
@@ -33,9 +35,8 @@ from midstream.engine.vllm.arguments import (
     UNPROVED,
     WORKER_DIR,
 )
-from midstream.engine.vllm.scoring import ANSWER_S_MAX
 from midstream.engine.vllm.server import VllmServer
-from midstream.engine.vllm.swap import STEP_S_MAX, Control, VllmRefused, proof_prompt
+from midstream.engine.vllm.swap import STEP_S_MAX, Control
 from midstream.http.call import call
 
 logger = logging.getLogger(__name__)
@@ -109,7 +110,7 @@ async def _check_workers(server: VllmServer, control: Control) -> None:
         raise OneNumber(NO_EXTENSION)
     try:
         answers = await control.ask_workers(METHOD, {}, STEP_S_MAX)
-    except VllmRefused as error:
+    except ServerRefused as error:
         raise OneNumber(f"its workers do not say whether they return both: {error}") from error
     for why in filter(None, answers):
         raise OneNumber(f"vLLM returns one log-probability per token: {why}")
@@ -119,7 +120,7 @@ async def _threshold(control: Control) -> float:
     """Raises OneNumber."""
     try:
         dtypes = set(await control.ask_workers(DTYPE, {}, STEP_S_MAX))
-    except VllmRefused as error:
+    except ServerRefused as error:
         raise OneNumber(f"its workers do not say of which dtype the weights are: {error}") from error
     return max(near_tie(dtype) for dtype in dtypes)
 

@@ -12,7 +12,12 @@ from functools import partial
 from pathlib import Path
 
 from midstream.core.config import VllmSettings
-from midstream.engine.base import Engine
+from midstream.engine.servers.boot import ServerBoot
+from midstream.engine.servers.engine import ServedEngine
+from midstream.engine.servers.labels import Epochs
+from midstream.engine.servers.model import Shape
+from midstream.engine.servers.requests import ServedWeights
+from midstream.engine.servers.switching import NotExact, Score, ServerRefused, prove_reload, score
 from midstream.engine.vllm.adapters import Adapters, Crossing
 from midstream.engine.vllm.arguments import (
     EXTENSIONS,
@@ -24,26 +29,14 @@ from midstream.engine.vllm.arguments import (
     unheard,
 )
 from midstream.engine.vllm.beside import WorkerWeights, prove_staging
-from midstream.engine.vllm.boot import VllmBoot
 from midstream.engine.vllm.digest import prove_digest, read_weights
 from midstream.engine.vllm.in_place import VllmInPlace
-from midstream.engine.vllm.labels import Epochs
-from midstream.engine.vllm.model import Shape
 from midstream.engine.vllm.proof import NoAdapters, Proof
 from midstream.engine.vllm.provenance_proof import prove_provenance
-from midstream.engine.vllm.requests import ServedWeights
 from midstream.engine.vllm.scoring import Scorer
 from midstream.engine.vllm.server import VllmServer
 from midstream.engine.vllm.staging import VllmStager
-from midstream.engine.vllm.swap import (
-    STEP_S_MAX,
-    Control,
-    NotExact,
-    Score,
-    VllmRefused,
-    prove_reload,
-    score,
-)
+from midstream.engine.vllm.swap import STEP_S_MAX, Control
 
 logger = logging.getLogger(__name__)
 
@@ -52,14 +45,14 @@ class LoadsFail(Exception):
     """The server computes with adapters, and does not load weights under them as it should."""
 
 
-class ServerProofs(Engine):
+class ServerProofs(ServedEngine):
     """The server behind a VllmEngine, as its proofs see it."""
 
     _model_dir: Path
     _settings: VllmSettings
     _attached: bool
     _server: VllmServer
-    _boot: VllmBoot
+    _boot: ServerBoot
     _control: Control
     _fence: VllmInPlace
     _shape: Shape
@@ -78,10 +71,6 @@ class ServerProofs(Engine):
     _no_digest = UNREAD
     # Why its workers stage no weights; empty if they do.
     _no_short_swap = UNSTAGED
-
-    @abstractmethod
-    async def _check_alive(self, reason: str) -> None:
-        """Raises EngineDied if the server is gone, or is no longer the one that was given its weights."""
 
     @abstractmethod
     async def _cross(self, crossing: Crossing) -> tuple[float, int]:
@@ -130,11 +119,11 @@ class ServerProofs(Engine):
         try:
             async with self._proof().beside(self._adapters.proven, self._own) as scores:
                 return await self._prove_all_loads(scores)
-        except (NotExact, VllmRefused) as error:
+        except (NotExact, ServerRefused) as error:
             raise LoadsFail(str(error)) from error
 
     async def _prove_all_loads(self, scores: Score) -> str:
-        """In place and beside what serves. Raises NotExact, VllmRefused."""
+        """In place and beside what serves. Raises NotExact, ServerRefused."""
         await prove_reload(scores, self._reload_and_compare)
         if not self._settings.stage_weights:
             return "vllm.stage_weights is false"
@@ -168,7 +157,7 @@ class ServerProofs(Engine):
         )
 
     async def _prove_provenance(self) -> str:
-        """Why it is unknown which weights computed KV; "" if its scheduler says so. Raises CallFailed, VllmRefused."""
+        """Why it is unknown which weights computed KV; "" if its scheduler says so. Raises CallFailed, ServerRefused."""
         sizes = (self._shape.vocab_size, self._server.max_model_len)
         proving = partial(prove_provenance, self._server, self._control, self._epochs, sizes)
         if self._adapters is None:

@@ -17,12 +17,13 @@ import msgspec
 
 from midstream.core.kv import KvStats
 from midstream.core.types import GenerateRequest, SamplingParams
+from midstream.engine.servers.engine import used_by
+from midstream.engine.servers.scoring import ANSWER_S_MAX
+from midstream.engine.servers.switching import ServerRefused
 from midstream.engine.vllm import protocol
 from midstream.engine.vllm.arguments import SCHEDULER, UNHELD
-from midstream.engine.vllm.kv_capacity import used_by
-from midstream.engine.vllm.scoring import ANSWER_S_MAX
 from midstream.engine.vllm.server import VllmServer
-from midstream.engine.vllm.swap import CALL_S_MAX, Control, VllmRefused
+from midstream.engine.vllm.swap import CALL_S_MAX, Control
 from midstream.engine.vllm.worker_extension.midstream_vllm_numbers import LOOK
 from midstream.http.call import CallFailed, call
 
@@ -64,7 +65,7 @@ class SessionKv:
         try:
             self._kv = await self._prove(server, sizes)
             self.lacks = ""
-        except (NotHeld, VllmRefused) as error:
+        except (NotHeld, ServerRefused) as error:
             logger.warning("this vLLM has no session_kv: %s", error)
             self.lacks = f"{UNHELD}: {error}"
 
@@ -97,7 +98,7 @@ class SessionKv:
             ended, self._ended = self._ended, []
             try:
                 self._kv = await self._look(ended)
-            except (CallFailed, VllmRefused, NotHeld) as error:
+            except (CallFailed, ServerRefused, NotHeld) as error:
                 logger.debug("vLLM's scheduler did not say what it holds: %s", error)
                 self._ended = ended + self._ended
                 self._moved.set()
@@ -105,7 +106,7 @@ class SessionKv:
                 self._moved.set()
 
     async def _look(self, ended: Sequence[str] = ()) -> KvStats:
-        """Raises NotHeld, CallFailed, VllmRefused."""
+        """Raises NotHeld, CallFailed, ServerRefused."""
         said = await self._control().ask_workers(LOOK, {"ended": ended}, CALL_S_MAX, holds_up=False)
         try:
             if why := msgspec.convert(said[0], _Unheld).why:
@@ -115,7 +116,7 @@ class SessionKv:
             raise NotHeld(f"it answered {str(said)[:120]}") from error
 
     async def _prove(self, server: VllmServer, sizes: tuple[int, int]) -> KvStats:
-        """Raises NotHeld, CallFailed, VllmRefused."""
+        """Raises NotHeld, CallFailed, ServerRefused."""
         before = await self._look()
         turn = _Turn(server, sizes)
         await turn.take()

@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from midstream.engine.base import StagingFailed
+from midstream.engine.servers.switching import check_alone
 from midstream.engine.vllm.beside import CannotStage, StagedWeights, WorkerWeights
-from midstream.snapshots.layout import INDEX_FILE, WEIGHTS_FILE
 from midstream.snapshots.tasks import finished
 
 logger = logging.getLogger(__name__)
@@ -233,21 +233,6 @@ def snapshot_files(directory: Path) -> dict[str, Path] | None:
         if file.is_file():
             files[entry.name] = file
     return files
-
-
-def weights_beside(directory: Path) -> list[str]:
-    """Files that are no part of the checkpoint but that vLLM would load: without an index it loads all .safetensors files."""
-    if (directory / INDEX_FILE).exists():
-        return []
-    return sorted({file.name for file in directory.glob("*.safetensors")} - {WEIGHTS_FILE})
-
-
-def check_alone(directory: Path) -> None:
-    """Raises OSError when vLLM would load other files, too."""
-    if stray := weights_beside(directory):
-        raise OSError(
-            f"{', '.join(stray)}: beside {WEIGHTS_FILE}, but not part of the snapshot. vLLM would load it, too; remove it"
-        )
 
 
 def _claim(directory: Path) -> int:

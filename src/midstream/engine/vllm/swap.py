@@ -1,114 +1,26 @@
-"""The calls to a vLLM server that switch its weights, and the way back when one fails.
-
-Always holds: when `switch` returns, the new weights serve under the new version. When it raises Unchanged, the old weights
-serve under the old version. After any other error the serving weights are unknown, and the server has to be ended. Nothing
-is sampled between the first call and the last.
-
-The proof that a vLLM server can load weights in place: its own weights, reloaded, give the same numbers as before.
-
-In some versions, kernels or quantizations a reload may leave weights in another form than a start does. Such a server would
-serve every snapshot wrongly, with finite numbers and without an error.
-"""
+"""The calls to a vLLM server that switch its weights."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import logging
-import math
-import secrets
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from midstream.core.types import GenerateRequest, SamplingParams
-from midstream.engine.vllm import protocol
-from midstream.engine.vllm.scoring import Scorer
+from midstream.engine.servers.chunks import error_text
+from midstream.engine.servers.switching import ServerRefused, load_s
 from midstream.http.call import CallFailed, call
-
-TOKENS = 24
-#: In nats. One prompt alone is computed the same way each time.
-TOLERANCE = 0.02
-
-
-class NotExact(Exception):
-    """vLLM computes other numbers than it should."""
-
-
-#: The log-probabilities of a fixed prompt, under one set of weights or several.
-Score = Callable[[], Awaitable[list[float]]]
-
-
-async def prove_reload(scores: Score, reload: Callable[[], Awaitable[None]]) -> None:
-    """reload: loads the serving weights once more. Raises NotExact, and the errors of both."""
-    before = await scores()
-    await reload()
-    after = await scores()
-    off = largest_difference(before, after)
-    if not off <= TOLERANCE:
-        raise NotExact(
-            "vLLM does not load weights in place correctly: the same weights, reloaded, give log-probabilities that differ by "
-            f"{off:.3g}. Snapshots cannot be served with these options and this version"
-        )
-
-
-def largest_difference(one: Sequence[float], other: Sequence[float]) -> float:
-    """NaN if any number is."""
-    off = [abs(a - b) for a, b in zip(one, other, strict=True)]
-    return math.nan if any(map(math.isnan, off)) else max(off, default=0.0)
-
-
-def proof_prompt(vocab_size: int, context: int) -> tuple[int, ...]:
-    return tuple((i * 7919 + 13) % vocab_size for i in range(max(2, min(TOKENS, context - 1))))
-
-
-async def score(scorer: Scorer, vocab_size: int, context: int) -> list[float]:
-    """The log-probabilities of a fixed prompt, computed without the cache. Raises NotExact, CallFailed, WrongWeights."""
-    prompt = proof_prompt(vocab_size, context)
-    request = GenerateRequest(
-        request_id=f"proof-{secrets.token_hex(8)}",
-        prompt=prompt,
-        sampling=SamplingParams(max_tokens=0),
-        prompt_records=len(prompt),
-        urgent=True,
-    )
-    records = await scorer.score(request, secrets.token_hex(16))
-    if isinstance(records, str):
-        raise NotExact(f"vLLM did not score a prompt: {records}")
-    return [record.logprob for record in records[1:]]
-
-
-logger = logging.getLogger(__name__)
 
 #: For calls that the server answers at once.
 CALL_S_MAX = 10.0
 #: What vLLM does between two steps waits for the running one, at worst that of a long prompt. Once the server serves, watch.py
 #: ends one that hangs.
 STEP_S_MAX = 60.0
-#: A load of files may take a fixed time, and the time to read them from a slow disk.
-LOAD_S, LOAD_BYTES_PER_S = 8.0, 50e6
 #: Round trips through vLLM's API process and its engine, between the pause and the switch. Before it answers the first one, the
 #: API process has written every chunk that it had to write when the pause returned. The second one is for safety.
 BARRIER = 2
-
-
-class Unchanged(Exception):
-    """The switch failed, and the old weights serve again."""
-
-
-class VllmRefused(Exception):
-    """The server answered a call with an error status."""
-
-    def __init__(self, message: str, status: int = 0) -> None:
-        super().__init__(message)
-        self.status = status
-
-
-def load_s(directory: Path, load_s_max: float) -> float:
-    """How long vLLM may take to load the files of `directory`."""
-    size = sum(file.stat().st_size for file in directory.iterdir() if file.is_file())
-    return min(load_s_max, LOAD_S + size / LOAD_BYTES_PER_S)
 
 
 class Control:
@@ -150,7 +62,7 @@ class Control:
         """The version of the weights, as the server reports it."""
         answer = await call(self._url, "GET", "/weight_info", None, timeout_s, self._headers)
         if answer.status != 200:
-            raise VllmRefused(f"/weight_info answered {answer.status}: {protocol.error_text(answer.body)}")
+            raise ServerRefused(f"/weight_info answered {answer.status}: {error_text(answer.body)}")
         version = _read(answer.body).get("weight_version")
         return version if isinstance(version, str) else None
 
@@ -159,7 +71,7 @@ class Control:
         answer = await call(self._url, "GET", "/get_world_size", None, CALL_S_MAX, self._headers)
         size = _read(answer.body).get("world_size")
         if answer.status != 200 or not isinstance(size, int):
-            raise VllmRefused(f"/get_world_size answered {answer.status}: {answer.body[:200]!r}")
+            raise ServerRefused(f"/get_world_size answered {answer.status}: {answer.body[:200]!r}")
         return size
 
     async def resume(self) -> None:
@@ -204,9 +116,7 @@ class Control:
         answer = await call(self._url, "POST", path, data, timeout_s, self._headers)
         if answer.status != 200:
             where = path.partition("?")[0]
-            raise VllmRefused(
-                f"{where} answered {answer.status}: {protocol.error_text(answer.body)}", answer.status
-            )
+            raise ServerRefused(f"{where} answered {answer.status}: {error_text(answer.body)}", answer.status)
 
     async def transfer(self, path: str, body: object, within_s: float) -> None:
         """A call of weight transfer, in which the workers may wait for the trainer."""
@@ -221,8 +131,8 @@ class Control:
         with self._held_up(within_s) if holds_up else nullcontext():
             answer = await call(self._url, "POST", "/collective_rpc", data, within_s, self._headers)
         if answer.status != 200:
-            said = protocol.error_text(answer.body)
-            raise VllmRefused(f"{method} answered {answer.status}: {said}", answer.status)
+            said = error_text(answer.body)
+            raise ServerRefused(f"{method} answered {answer.status}: {said}", answer.status)
         results = _read(answer.body).get("results")
         if not isinstance(results, list):
             raise CallFailed(f"{method}: no results: {answer.body[:200]!r}")
@@ -233,37 +143,6 @@ async def adopt(
     control: Control, version: str, on_switch: Callable[[], None], *, resume: bool = True
 ) -> None:
     """As `switch`, of a server that stands still and has the new weights already."""
-    await control.set_version(version)
-    on_switch()
-    if resume:
-        await control.resume()
-
-
-async def switch(
-    control: Control,
-    load: Callable[[], Awaitable[None]],
-    back: Callable[[], Awaitable[None]],
-    version: str,
-    on_switch: Callable[[], None],
-    *,
-    resume: bool = True,
-) -> None:
-    """Have `load` bring new weights, between two steps.
-
-    back: loads what served, after vLLM has refused the new weights.
-    on_switch: called when everything that was sampled before has arrived. Nothing is sampled until it returns.
-    resume: whether steps continue after the switch. Raises Unchanged. After CallFailed and VllmRefused the server is in doubt.
-    """
-    await control.pause()
-    try:
-        await load()
-    except VllmRefused as error:
-        logger.warning("vLLM could not load new weights; going back to those before: %s", error)
-        # The weights are half unloaded, so the next step would fail.
-        await back()
-        if resume:
-            await control.resume()
-        raise Unchanged(f"vLLM could not load the snapshot: {error}") from error
     await control.set_version(version)
     on_switch()
     if resume:

@@ -1,4 +1,4 @@
-"""The keeper: a process between a replica and its vLLM server. No process of the server outlives the replica.
+"""The keeper: a process between a replica and its engine's server. No process of the server outlives the replica.
 
 Owns: the server process and all processes below it, orphans included: the kernel makes them children of the keeper.
 server.py runs this file, which imports the standard library alone.

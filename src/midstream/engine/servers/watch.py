@@ -1,10 +1,10 @@
-"""Notices that the engine core or a worker of a vLLM server hangs. `/health` reads a flag, and stays 200 then.
+"""Notices that the engine core or a worker of a server hangs. `/health` reads a flag, and stays 200 then.
 
 Owns: how long the core has been silent, how long it may be, and the call that it is asked by.
 Always holds:
 - A sampled token and an answer from the workers end the silence. Time in which our own event loop stood still is no silence.
 - A core that has nothing to do is asked seldom, since each question keeps a core of every worker busy for a second: vLLM's
-  workers look for the next one without a pause. Its silence begins when a question is due.
+  look for the next one without a pause. Its silence begins when a question is due.
 - The core gets more time only for what is known to hold it up: calls in `held_up`, and prompts where they are computed in one
   piece, which are slow on CPUs. Prompts that came after the silence began give it no more time.
 - A verdict comes at most POLL_S after its time, and once.
@@ -48,9 +48,12 @@ class PendingWork:
 
 
 class Silence:
-    """Judges silence. Pure: `update` is given the time."""
+    """Judges silence. Pure: `update` is given the time. who: the engine."""
 
-    def __init__(self, silence_s_max: float, now: float, prompt_tokens_per_s: float = inf) -> None:
+    def __init__(
+        self, silence_s_max: float, now: float, prompt_tokens_per_s: float = inf, who: str = "vLLM"
+    ) -> None:
+        self._who = who
         self._silence_s_max = silence_s_max
         self._prompt_tokens_per_s = prompt_tokens_per_s
         self._silence, self._tokens = SilenceTimer(now), SilenceTimer(now)
@@ -110,9 +113,9 @@ class Silence:
         if silent_s <= 1.5 * POLL_S:
             self._prompt_s = work.prompt_tokens / self._prompt_tokens_per_s
         if silent_s >= self.allowed_s:
-            return f"vLLM's engine has been silent for {silent_s:.0f} s (vllm.silence_s_max)"
+            return f"{self._who}'s engine has been silent for {silent_s:.0f} s ({self._who.lower()}.silence_s_max)"
         if stalled_s >= STALLED * self.allowed_s:
-            return f"vLLM's engine answers, and has sampled no token for {stalled_s:.0f} s"
+            return f"{self._who}'s engine answers, and has sampled no token for {stalled_s:.0f} s"
         return None
 
 
@@ -123,12 +126,17 @@ class Watch:
     """
 
     def __init__(
-        self, silence_s_max: float, probe: Callable[[float], Awaitable[None]], work: Callable[[], PendingWork]
+        self,
+        silence_s_max: float,
+        probe: Callable[[float], Awaitable[None]],
+        work: Callable[[], PendingWork],
+        who: str = "vLLM",
     ) -> None:
+        self._who = who
         self._silence_s_max = silence_s_max
         self._probe = probe
         self._work = work
-        self._silence = Silence(silence_s_max, 0.0)
+        self._silence = Silence(silence_s_max, 0.0, who=who)
         self._now: Callable[[], float] = float
         self._running = False
 
@@ -156,13 +164,13 @@ class Watch:
         loop = asyncio.get_running_loop()
         speed = CPU_PROMPT_TOKENS_PER_S if on_cpu else inf
         self._now = loop.time
-        silence = self._silence = Silence(self._silence_s_max, loop.time(), speed)
+        silence = self._silence = Silence(self._silence_s_max, loop.time(), speed, self._who)
         asking: asyncio.Task[None] | None = None
         self._running = True
         try:
             while (problem := silence.update(loop.time(), self._work())) is None:
                 if asking is None and silence.to_be_asked:
-                    asking = asyncio.create_task(self._ask(silence), name="a question to vLLM's workers")
+                    asking = asyncio.create_task(self._ask(silence), name="a question to the workers")
                 pause_s = min(POLL_S, max(silence.allowed_s - silence.silent_s, 0.01))
                 if asking is None:
                     await asyncio.sleep(pause_s)
@@ -179,7 +187,7 @@ class Watch:
         try:
             await self._probe(PROBE_S_MAX)
         except CallFailed as error:
-            logger.debug("vLLM's workers did not answer: %s", error)
+            logger.debug("the workers did not answer: %s", error)
             # Whatever refused the connection is not asked again at once.
             await asyncio.sleep(POLL_S / 2)
         else:

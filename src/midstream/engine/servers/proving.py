@@ -1,6 +1,6 @@
-"""What requests may see of a vLLM server's new weights before these have passed their check.
+"""What requests may see of a server's new weights before these have passed their check.
 
-vLLM loads weights in place. So it computes the prompt of the check beside the streams that crossed the switch.
+The server loads weights in place. So it computes the prompt of the check beside the streams that crossed the switch.
 Owns: the standing of the serving weights.
 Always holds: what was sampled after a switch leaves the engine once the weights have passed, or never. A request that waits for
 weights that fail ends with StreamLost, and its last event is from before the switch.
@@ -13,20 +13,20 @@ from collections.abc import Mapping
 
 from midstream.core.types import BASE_SNAPSHOT
 from midstream.engine.base import StreamLost
-from midstream.engine.vllm.requests import VllmRequest
+from midstream.engine.servers.requests import ServerRequest
 
 
 class WeightsStanding(enum.Enum):
     PROVED = "proved"
     UNPROVED = "unproved"
-    #: They failed their check. Whatever serves next, vLLM's free KV blocks may hold numbers that are not finite.
+    #: They failed their check. Whatever serves next, the server's free KV blocks may hold numbers that are not finite.
     REFUSED = "refused"
 
 
 class Proving:
     """requests: those inside the engine, by id."""
 
-    def __init__(self, requests: Mapping[str, VllmRequest]) -> None:
+    def __init__(self, requests: Mapping[str, ServerRequest]) -> None:
         self._requests = requests
         self._snapshot = BASE_SNAPSHOT
         self.standing = WeightsStanding.PROVED
@@ -43,7 +43,7 @@ class Proving:
         """True if the serving weights failed. Their name may mean other files by now, but the cached KV stays spoilt."""
         return self.standing is WeightsStanding.REFUSED
 
-    def begins(self, run: VllmRequest) -> None:
+    def begins(self, run: ServerRequest) -> None:
         """A request comes in. Raises StreamLost."""
         if run.request.urgent or self.standing is WeightsStanding.PROVED:
             return

@@ -1,18 +1,18 @@
-"""One request inside a vLLM server: a vLLM request for each choice. Its chunks become events.
+"""One request inside an engine's server: a request of its own for each choice. Its chunks become events.
 
 Always holds:
-- The last event of a choice that vLLM ends comes after vLLM has said everything about it, so its labels are proved. vLLM says
+- The last event of a choice that the server ends comes after it has said everything about it, so its labels are proved. It says
   nothing more about a choice that the replica ends, at a stop string: its labels come from the order of arrival alone.
 - A choice with routes gives its tokens when it has the routes, which is at its end.
-- A choice that is closed early is aborted: vLLM notices that the connection is gone.
-- An event begins at each token with which vLLM says that other weights computed the KV. So no token gets the KV of another.
+- A choice that is closed early is aborted: the server notices that the connection is gone.
+- An event begins at each token with which the server says that other weights computed the KV. So none gets the KV of another.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import isnan, nan
+from math import nan
 from operator import attrgetter
 
 from msgspec.structs import replace
@@ -20,12 +20,8 @@ from msgspec.structs import replace
 from midstream.core.types import FinishReason, GenerateRequest, GenerationEvent, TokenRecord
 from midstream.engine.base import AtOnce
 from midstream.engine.request_events import RequestEvents
-from midstream.engine.vllm import protocol
-from midstream.engine.vllm.labels import ChoiceLabels, Epochs, KvSpans, Spans
-from midstream.engine.vllm.masks import fixed_mask
-from midstream.engine.vllm.model import Shape
-from midstream.engine.vllm.routes import InvalidRoutes, decode_routes
-from midstream.engine.vllm.scoring import UNKNOWN_MODEL
+from midstream.engine.servers.chunks import Chunk, InvalidAnswer, Reader, error_of
+from midstream.engine.servers.labels import ChoiceLabels, Epochs, KvSpans, Spans
 from midstream.http.call import ResponseStream
 
 
@@ -42,26 +38,33 @@ NONE_RENAMED: tuple[tuple[str, str], ...] = ()
 FINISHES: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 
 
+#: The status for a model that a server does not have. Ours have what they were given, unless they were restarted.
+UNKNOWN_MODEL = 404
+
+
 class ChoiceStream:
     """Turns the chunks of one choice into events. `emit` gets them in order, and none after `finish` or `error`."""
+
+    #: The engine, for messages.
+    WHO = "the server"
 
     def __init__(
         self,
         request: GenerateRequest,
         index: int,
         labels: ChoiceLabels,
-        shape: Shape,
         emit: Callable[[GenerationEvent], None],
+        reader: Reader,
         *,
         prompt: tuple[TokenRecord, ...] | None,
-        both: bool = False,
-        masks: bool = False,
+        constrained: bool = False,
+        mask: bytes | None = None,
     ) -> None:
-        """prompt: records for its first event. both: vLLM was asked for both log-probabilities; masks: and for masks."""
+        """prompt: records for its first event. constrained: as of its records. mask: of all tokens, unless each has its own."""
         self.prompt_size = len(request.prompt) + len(request.emitted_of(index))
         self.labels = labels
         self.over = False
-        # The labels differ from what vLLM says.
+        # The labels differ from what the server says.
         self.labels_wrong = False
         self.salt = ""
         # None once it is in an event.
@@ -73,14 +76,12 @@ class ChoiceStream:
         self.on_error: Callable[[], None] = lambda: self.ended(None)
         self._request = request
         self._index = index
-        self._shape = shape
         self._emit = emit
         self._scored = prompt is not None
         self._sampling_logprob = sampling_logprob(request)
-        self._constrained = request.grammar is not None and not both
-        self._mask = fixed_mask(request, shape.vocab_size) if request.want_masks else None
-        asked = {"both": both, "kv": labels.told, "masks": masks}
-        self._reader = protocol.ChunkReader(protocol.alternatives(request), **asked)
+        self._constrained = constrained
+        self._mask = mask
+        self._reader = reader
         self._kv_reported = not request.want_kv_snapshots
         # Tokens that wait for their routes, or for the end.
         self._held: list[TokenRecord] = []
@@ -90,7 +91,7 @@ class ChoiceStream:
         self._error_body = b""
         # The text of an error event. Nothing is read after it.
         self._error: str | None = None
-        # It says that vLLM computed what is no number.
+        # It says that the server computed what is no number.
         self.not_finite = False
 
     def on_body(self, data: bytes) -> None:
@@ -101,8 +102,8 @@ class ChoiceStream:
             return
         try:
             chunks = self._reader.feed(data)
-        except protocol.InvalidAnswer as error:
-            self.fail(f"vLLM's answer cannot be read: {error}")
+        except InvalidAnswer as error:
+            self.fail(f"{self.WHO}'s answer cannot be read: {error}")
             return
         # Once for all tokens of a read.
         if self._error is None and any(map(_tokens_of, chunks)):
@@ -116,18 +117,20 @@ class ChoiceStream:
             return
         status = 0 if self.response is None else self.response.status
         if status >= 400:
-            self.fail(protocol.error_of(status, self._error_body))
+            self.fail(error_of(self.WHO, status, self._error_body))
         elif self._error is not None:
             self.fail(self._error)
         else:
-            self.fail(f"vLLM's answer was cut short: {reason or 'it ended before the choice was complete'}")
+            self.fail(
+                f"{self.WHO}'s answer was cut short: {reason or 'it ended before the choice was complete'}"
+            )
 
     @property
     def server_error(self) -> str | None:
         """The error that the server reported. It may lie in this request, or the server may be dying or another one."""
         status = 0 if self.response is None else self.response.status
         if self.response is not None and (status >= 500 or status == UNKNOWN_MODEL):
-            return protocol.error_of(self.response.status, self._error_body)
+            return error_of(self.WHO, self.response.status, self._error_body)
         return self._error
 
     def switched(self) -> None:
@@ -136,7 +139,7 @@ class ChoiceStream:
             self._kv_reported = not self._request.want_kv_snapshots
 
     def close(self) -> None:
-        """Abort the choice at vLLM. No further event of it comes."""
+        """Abort the choice at the server. No further event of it comes."""
         self.over = True
         if self.response is not None:
             self.response.abort()
@@ -145,7 +148,7 @@ class ChoiceStream:
         self.over = True
         self._emit(GenerationEvent(index=self._index, error=message))
 
-    def _take(self, chunk: protocol.Chunk) -> None:
+    def _take(self, chunk: Chunk) -> None:
         if self.over or self._error is not None:
             return
         if chunk.error is not None:
@@ -178,7 +181,7 @@ class ChoiceStream:
             self._finish = FINISHES.get(chunk.finish)
             self._spans = chunk.spans
             if self._finish is None:
-                self.fail(f"vLLM ended the request with {chunk.finish!r}")
+                self.fail(f"{self.WHO} ended the request with {chunk.finish!r}")
                 return
             if self._request.want_routes and not self._route(chunk.routes):
                 return
@@ -191,7 +194,7 @@ class ChoiceStream:
                 self._send()
 
     def _hear(self, tokens: int, kv: Sequence[tuple[int, KvSpans]]) -> bool:
-        """What vLLM says of the KV behind the newest tokens. False if that cannot be and the request got an error."""
+        """What the server says of the KV behind the newest tokens. False if that cannot be and the request got an error."""
         problem = self.labels.hear(tokens, kv)
         if problem is not None:
             self._fail_labels(problem)
@@ -204,19 +207,23 @@ class ChoiceStream:
     def _route(self, routes: str | None) -> bool:
         """Give each token its route. False if that failed and the request got an error."""
         if routes is None:
-            self.fail("vLLM returned no routes (routed_experts) for a request that asked for them")
+            self.fail(f"{self.WHO} returned no routes (routed_experts) for a request that asked for them")
             return False
         try:
-            decoded = decode_routes(routes, self._shape, first=0, count=len(self._held))
-        except InvalidRoutes as error:
-            self.fail(f"vLLM returned routes that cannot be used: {error}")
+            decoded = self._decode(routes, len(self._held))
+        except InvalidAnswer as error:
+            self.fail(f"{self.WHO} returned routes that cannot be used: {error}")
             return False
         self._held = [replace(record, route=route) for record, route in zip(self._held, decoded, strict=True)]
         return True
 
+    def _decode(self, routes: str, count: int) -> Sequence[bytes]:
+        """Of so many tokens. Raises InvalidAnswer."""
+        raise InvalidAnswer("nothing reads them")
+
     def _end(self) -> None:
         if self._finish is None:
-            self.fail("vLLM ended the stream before the choice was complete")
+            self.fail(f"{self.WHO} ended the stream before the choice was complete")
             return
         problem = self.labels.problem(self._spans)
         if problem is not None:
@@ -267,7 +274,7 @@ class ChoiceStream:
 
 
 def sampling_logprob(request: GenerateRequest) -> float | None:
-    """Of every token. NaN: not known. None: it is vLLM's log-probability, which is of the tokens that a grammar allows."""
+    """Of every token. NaN: not known. None: it is the server's log-probability, of what a grammar allows."""
     s = request.sampling
     if s.temperature <= 0:
         return 0.0
@@ -277,31 +284,7 @@ def sampling_logprob(request: GenerateRequest) -> float | None:
     return None if plain and not penalized else nan
 
 
-def unknown_feature(request: GenerateRequest) -> str:
-    """The feature without which vLLM's own log-probability leaves the raw or the sampling one unknown; "" if it does not."""
-    if not request.want_logprobs:
-        return ""
-    if request.grammar is not None:
-        return "constrained_logprobs"
-    known = sampling_logprob(request)
-    return "sampling_logprobs" if known is not None and isnan(known) else ""
-
-
-def wants_both(request: GenerateRequest, proved: Collection[str]) -> bool:
-    """Whether a rank has to say more than a rank. proved: of NUMBERS, the features that the server has."""
-    if unknown_feature(request) in proved:
-        return True
-    if request.grammar is not None and "constrained_logprobs" not in proved:
-        # What would come with a near tie was not seen to be the raw number.
-        return False
-    return (
-        request.want_logprobs
-        and request.sampling.temperature < protocol.GREEDY_BELOW
-        and "near_ties" in proved
-    )
-
-
-class VllmRequest(RequestEvents):
+class ServerRequest(RequestEvents):
     """A request inside the engine: its choices, and their events for the iterator."""
 
     def __init__(

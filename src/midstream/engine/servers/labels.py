@@ -1,14 +1,15 @@
 """Labels: which snapshot each token is of, while weights are switched under running streams. Pure.
 
-The chunks of a vLLM stream carry no label, so a token's label is the epoch in which it arrives. The proof: a switch is pause,
-reload, new weight version, resume. When `pause` has returned and everything written before it was read (swap.py), every token
-that has arrived was sampled before the switch. Every token that arrives after `resume` was sent is sampled after it. At the
-end of each choice vLLM says which of its weight versions sampled which token (`weight_versions`). That must be the same. Older
-versions of vLLM do not say it. With them the order of arrival is the only proof.
+The chunks of a stream carry no label of each token, so a token's label is the epoch in which it arrives. The proof: a switch is
+pause, reload, new weight version, resume. When `pause` has returned and everything written before it was read (as a control's
+`pause` does), every token that has arrived was sampled before the switch. Every token that arrives after `resume` was sent is
+sampled after it. At the end of each choice the server says which of its weight versions sampled which token
+(`weight_versions`). That must be the same. Older versions of vLLM do not say it. With them the order of arrival is the only
+proof.
 
-Which weights computed the KV behind a token, vLLM's scheduler says (worker_extension/midstream_vllm_provenance.py), where it is
-midstream's and has proved it (provenance_proof.py). Without that it is known for a choice that began with nothing cached of
-other weights, until a switch.
+Which weights computed the KV behind a token, vLLM's scheduler says (engine/vllm/worker_extension), where it is midstream's and
+has proved it (provenance_proof.py). Without that it is known for a choice that began with nothing cached of other weights,
+until a switch.
 
 Always holds: epochs only grow. An epoch names one load of one snapshot, even when files or names are loaded twice. Every switch
 gives the server another version, whatever it switches: so a choice has a version for each token, also of switches that are none
@@ -229,7 +230,7 @@ class ChoiceLabels:
             fits = first <= at < self.count and start < self._prompt + at
             if not fits or not self._epochs.serve(version):
                 newest = f"tokens {first} to {self.count} of {self._epochs!r} behind {self._prompt}"
-                return f"vLLM says {spans} of the KV before token {at}, with {newest}"
+                return f"the server says {spans} of the KV before token {at}, with {newest}"
             self.coming.append((at, spans))
         return None
 
@@ -248,10 +249,10 @@ class ChoiceLabels:
         ours = [(version, start, end) for (version, start), end in zip(self._spans, ends, strict=False)]
         if spans is None:
             # Without a switch, vLLM's silence leaves no doubt. Nor does that of a version that never says it.
-            unproved = "vLLM did not say which weights sampled a choice that crossed a switch"
+            unproved = "the server did not say which weights sampled a choice that crossed a switch"
             return unproved if len(ours) > 1 and epochs.confirmed else None
         theirs = [span for span in spans if span[1] < span[2]]
-        return None if theirs == ours else f"labels {ours} were given, and vLLM says {theirs}"
+        return None if theirs == ours else f"labels {ours} were given, and the server says {theirs}"
 
     def kv(self, later: int = 0) -> Spans:
         """The snapshots that computed the KV of all positions but the last token's, as far as they are known.

@@ -1,4 +1,4 @@
-"""The cache_salt of each request: requests of one salt share vLLM's cached blocks. Pure.
+"""The cache_salt of each request: requests of one salt share the server's cached KV. Pure.
 
 midstream's scheduler knows how old each block is, and is told with each request how old it may be. So a cache namespace has one
 salt (`lasting`). vLLM's own scheduler does not say how old cached KV is. With it a namespace keeps its salt only while nothing

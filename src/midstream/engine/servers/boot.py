@@ -14,8 +14,11 @@ from midstream.engine.base import EngineDied
 T = TypeVar("T")
 
 
-class VllmBoot:
-    def __init__(self) -> None:
+class ServerBoot:
+    """engine: its name, for errors."""
+
+    def __init__(self, engine: str) -> None:
+        self._engine = engine
         # Of the last boot; set to the reason when it ends.
         self._ended: asyncio.Future[str] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -34,7 +37,7 @@ class VllmBoot:
     def check(self) -> None:
         """Raises EngineDied."""
         if not self.running:
-            raise EngineDied("vLLM is not running")
+            raise EngineDied(f"{self._engine} is not running")
 
     async def while_alive(self, work: Coroutine[Any, Any, T]) -> T:
         """The result of `work`, which is cancelled when the boot ends. Raises EngineDied."""

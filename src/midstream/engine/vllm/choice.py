@@ -1,0 +1,74 @@
+"""One choice of a request inside a vLLM server, and which numbers it needs.
+
+Always holds: routes of another shape than the model's end the choice with an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from math import isnan
+
+from midstream.core.types import GenerateRequest, GenerationEvent, TokenRecord
+from midstream.engine.servers.chunks import InvalidAnswer, alternatives
+from midstream.engine.servers.labels import ChoiceLabels
+from midstream.engine.servers.model import Shape
+from midstream.engine.servers.requests import ChoiceStream, sampling_logprob
+from midstream.engine.vllm import protocol
+from midstream.engine.vllm.masks import fixed_mask
+from midstream.engine.vllm.routes import InvalidRoutes, decode_routes
+
+
+class VllmChoice(ChoiceStream):
+    """both: vLLM was asked for both log-probabilities; masks: and for masks."""
+
+    WHO = "vLLM"
+
+    def __init__(
+        self,
+        request: GenerateRequest,
+        index: int,
+        labels: ChoiceLabels,
+        shape: Shape,
+        emit: Callable[[GenerationEvent], None],
+        *,
+        prompt: tuple[TokenRecord, ...] | None,
+        both: bool = False,
+        masks: bool = False,
+    ) -> None:
+        reader = protocol.ChunkReader(alternatives(request), both=both, kv=labels.told, masks=masks)
+        mask = fixed_mask(request, shape.vocab_size) if request.want_masks else None
+        constrained = request.grammar is not None and not both
+        super().__init__(
+            request, index, labels, emit, reader, prompt=prompt, constrained=constrained, mask=mask
+        )
+        self._shape = shape
+
+    def _decode(self, routes: str, count: int) -> Sequence[bytes]:
+        try:
+            return decode_routes(routes, self._shape, first=0, count=count)
+        except InvalidRoutes as error:
+            raise InvalidAnswer(str(error)) from error
+
+
+def unknown_feature(request: GenerateRequest) -> str:
+    """The feature without which vLLM's own log-probability leaves the raw or the sampling one unknown; "" if it does not."""
+    if not request.want_logprobs:
+        return ""
+    if request.grammar is not None:
+        return "constrained_logprobs"
+    known = sampling_logprob(request)
+    return "sampling_logprobs" if known is not None and isnan(known) else ""
+
+
+def wants_both(request: GenerateRequest, proved: Collection[str]) -> bool:
+    """Whether a rank has to say more than a rank. proved: of NUMBERS, the features that the server has."""
+    if unknown_feature(request) in proved:
+        return True
+    if request.grammar is not None and "constrained_logprobs" not in proved:
+        # What would come with a near tie was not seen to be the raw number.
+        return False
+    return (
+        request.want_logprobs
+        and request.sampling.temperature < protocol.GREEDY_BELOW
+        and "near_ties" in proved
+    )
