@@ -167,14 +167,19 @@ def guarded(act: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Name
     return run
 
 
+#: Arguments of servers, each option one string.
+ARGS = ("vllm.args", "sglang.args")
+
+
 def settings_of(options: argparse.Namespace) -> Settings:
     """The settings of --config, with the options whose `dest` is a setting on top. Raises ConfigError."""
     given = {name: value for name, value in vars(options).items() if name in all_settings()}
-    if (text := given.get("vllm.args")) is not None:
-        try:
-            given["vllm.args"] = shlex.split(text)
-        except ValueError as error:
-            raise ConfigError(f"--vllm-args {text!r}: {error}") from error
+    for setting in ARGS:
+        if (text := given.get(setting)) is not None:
+            try:
+                given[setting] = shlex.split(text)
+            except ValueError as error:
+                raise ConfigError(f"--{setting.replace('.', '-')} {text!r}: {error}") from error
     return load_settings(options.config, given)
 
 
@@ -193,7 +198,7 @@ def add_setting(
         type=number or str,
         choices=choices,
         metavar=metavar or (None if choices else option.lstrip("-").upper()),
-        action="append" if isinstance(default, tuple) and setting != "vllm.args" else "store",
+        action="append" if isinstance(default, tuple) and setting not in ARGS else "store",
         help=help_text,
     )
 
@@ -202,7 +207,7 @@ def add_arguments(parser: argparse.ArgumentParser, address: str) -> None:
     """What `serve` and `replica` share. address: the section that says where the command listens."""
     for option, setting, help_text, metavar in (
         ("--model", "deployment.model", "built-in name or Hugging Face directory", None),
-        ("--engine", "engine", "the built-in engine, or vLLM servers", None),
+        ("--engine", "engine", "the built-in engine, or vLLM or SGLang servers", None),
         ("--host", f"{address}.host", "address to listen on", None),
         ("--port", f"{address}.port", "0 takes a free one", None),
         (
@@ -227,6 +232,24 @@ def add_arguments(parser: argparse.ArgumentParser, address: str) -> None:
             "--vllm-url",
             "vllm.urls",
             "http://HOST:PORT of a running vLLM server to attach to instead of starting one; one per replica",
+            "URL",
+        ),
+        (
+            "--sglang-args",
+            "sglang.args",
+            'for each SGLang server, in one string: --sglang-args "--tp-size 2"',
+            "ARGS",
+        ),
+        (
+            "--sglang-python",
+            "sglang.python",
+            "interpreter of the environment that SGLang is installed in (default: this one)",
+            "FILE",
+        ),
+        (
+            "--sglang-url",
+            "sglang.urls",
+            "http://HOST:PORT of a running SGLang server to attach to instead of starting one; one per replica",
             "URL",
         ),
         (

@@ -36,7 +36,7 @@ from midstream.core.setting_types import (
     Weight,
 )
 
-EngineKind = Literal["embedded", "vllm"]
+EngineKind = Literal["embedded", "vllm", "sglang"]
 Dtype = Literal["bfloat16", "float32"]
 Kernels = Literal["auto", "native", "torch"]
 SwapOrder = Literal["together", "one-by-one"]
@@ -221,6 +221,27 @@ class VllmSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     stage_weights: bool = True
 
 
+class SglangSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """SGLang servers behind the replicas, with engine = "sglang"."""
+
+    # Interpreter of the environment that SGLang is installed in. None means this process's own.
+    python: str | None = None
+    # Arguments of each SGLang server. They follow those that midstream gives.
+    args: tuple[str, ...] = ()
+    # Environment variables of each SGLang server, beside this process's own.
+    env: dict[str, str] = {}
+    # Running servers to attach to instead of starting them, one per replica, in their order: http://HOST:PORT.
+    urls: tuple[VllmUrl, ...] = ()
+    # Of each replica that `midstream serve` starts on this machine, by its number; 0: each sees all.
+    gpus: CountOrZero = 0
+    # A server that does not answer by then is given up.
+    load_s_max: Positive = 1800.0
+    # If the scheduler neither samples nor answers for so long, the server hangs and is replaced. It answers between two steps.
+    silence_s_max: Positive = 8.0
+    # Requests inside a replica. A further one is a 429.
+    max_waiting: Count = 4096
+
+
 class RaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Where replicas run, with launcher = "ray"."""
 
@@ -356,7 +377,7 @@ class LogSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    # What computes in each replica: the sections [embedded] and [vllm] are theirs.
+    # What computes in each replica: the sections [embedded], [vllm] and [sglang] are theirs.
     engine: EngineKind = "embedded"
     # Where replicas run: on this machine, or as actors on a Ray cluster, which [ray] describes.
     launcher: Launcher = "local"
@@ -376,6 +397,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     embedded: EngineSettings = EngineSettings()
     tinker: TinkerSettings = TinkerSettings()
     vllm: VllmSettings = VllmSettings()
+    sglang: SglangSettings = SglangSettings()
     ray: RaySettings = RaySettings()
     tracing: TracingSettings = TracingSettings()
 
@@ -383,6 +405,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         for holds, message in (*_own_checks(self), *key_checks(self.gateway.api_keys), *_ray_checks(self)):
             if not holds:
                 raise ConfigError(message)
+
+
+#: Of the engines that are servers.
+SERVER_NAMES = {"vllm": "vLLM", "sglang": "SGLang"}
 
 
 def check_name(what: str, name: str) -> None:
@@ -428,12 +454,14 @@ def _own_checks(settings: Settings) -> Iterator[tuple[bool, str]]:
         f"load as many, got {own}",
     )
     yield (
-        settings.engine != "vllm" or settings.replica.resident_snapshots == 1,
-        "replica.resident_snapshots above 1 needs engine = embedded: a vLLM server holds one set of weights",
+        settings.engine == "embedded" or settings.replica.resident_snapshots == 1,
+        f"replica.resident_snapshots above 1 needs engine = embedded: a {SERVER_NAMES.get(settings.engine)} server holds one "
+        "set of weights",
     )
+    urls = {"vllm": vllm.urls, "sglang": settings.sglang.urls}.get(settings.engine, ())
     yield (
-        settings.engine != "vllm" or not vllm.urls or len(vllm.urls) >= settings.deployment.replicas,
-        f"vllm.urls names {len(vllm.urls)} servers for {settings.deployment.replicas} replicas",
+        not urls or len(urls) >= settings.deployment.replicas,
+        f"{settings.engine}.urls names {len(urls)} servers for {settings.deployment.replicas} replicas",
     )
     yield (
         not vllm.urls or not vllm.weight_transfer,
@@ -457,12 +485,13 @@ def _ray_checks(settings: Settings) -> list[tuple[bool, str]]:
             "one of ray.cpus, ray.gpus and ray.resources must be above 0",
         ),
         (
-            settings.launcher != "ray" or settings.vllm.gpus == 0,
-            "vllm.gpus is for replicas on one machine: set ray.gpus",
+            settings.launcher != "ray" or settings.vllm.gpus == settings.sglang.gpus == 0,
+            "vllm.gpus and sglang.gpus are for replicas on one machine: set ray.gpus",
         ),
         (
-            settings.launcher != "ray" or not settings.vllm.urls,
-            "vllm.urls and launcher ray exclude each other: Ray says on which node a replica is, so none could be meant",
+            settings.launcher != "ray" or not (settings.vllm.urls or settings.sglang.urls),
+            "vllm.urls or sglang.urls, and launcher ray exclude each other: Ray says on which node a replica is, so none could "
+            "be meant",
         ),
         (
             not (ray.address or "").startswith("ray://"),

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from midstream.core import extras
-from midstream.core.config import Settings, VllmSettings, parse_size
+from midstream.core.config import SERVER_NAMES, Settings, SglangSettings, VllmSettings, parse_size
 from midstream.core.errors import ConfigError
 from midstream.engine.base import Engine
 from midstream.launch.specs import ReplicaSpec
@@ -43,22 +43,23 @@ def engine_fields(settings: Settings, number: int, replicas: int, *, alone: bool
 
     Raises ConfigError.
     """
-    if settings.engine != "vllm":
-        return {"kind": settings.engine}
-    vllm = settings.vllm
-    if vllm.urls and number >= len(vllm.urls):
-        raise ConfigError(f"vllm.urls names {len(vllm.urls)} servers: there is none for replica {number}")
-    if len({url.rstrip("/") for url in vllm.urls}) < len(vllm.urls):
+    kind = settings.engine
+    if kind == "embedded":
+        return {"kind": kind}
+    own = settings.vllm if kind == "vllm" else settings.sglang
+    if own.urls and number >= len(own.urls):
+        raise ConfigError(f"{kind}.urls names {len(own.urls)} servers: there is none for replica {number}")
+    if len({url.rstrip("/") for url in own.urls}) < len(own.urls):
         raise ConfigError(
-            "vllm.urls names a server twice: two replicas would switch its weights under each other"
+            f"{kind}.urls names a server twice: two replicas would switch its weights under each other"
         )
-    cores, each = usable_cores(), vllm.gpus
+    cores, each = usable_cores(), own.gpus
     share = max(1, len(cores) // max(1, replicas))
     first = number * share % len(cores)
     return {
-        "kind": "vllm",
-        "vllm": vllm,
-        "vllm_url": vllm.urls[number] if vllm.urls else None,
+        "kind": kind,
+        kind: own,
+        "server_url": own.urls[number] if own.urls else None,
         "cores": () if alone else tuple(cores[first : first + share]),
         "gpus": tuple(range(number * each, (number + 1) * each)),
     }
@@ -97,8 +98,7 @@ def check_installed(settings: Settings) -> None:
     """Raises ConfigError where replicas are to run on this machine and what they need is not installed, or not possible."""
     if settings.launcher != "local" or not settings.deployment.replicas:
         return
-    vllm = settings.vllm
-    needs = extras.REPLICA if settings.engine == "vllm" else extras.EMBEDDED
+    needs = extras.EMBEDDED if settings.engine == "embedded" else extras.REPLICA
     if hint := extras.advice(extras.missing(needs)):
         raise ConfigError(f"the {settings.engine} engine {hint}")
     if settings.engine == "embedded" and os.environ.get(KERNELS_LEVEL):
@@ -106,17 +106,21 @@ def check_installed(settings: Settings) -> None:
         from midstream.engine.embedded.loading import check_kernels
 
         check_kernels()
-    if settings.engine == "vllm" and not vllm.urls and not _has_vllm(vllm):
+    kind = settings.engine
+    if kind == "embedded":
+        return
+    own, name = settings.vllm if kind == "vllm" else settings.sglang, SERVER_NAMES[kind]
+    if not own.urls and not _has(kind, own):
         raise ConfigError(
-            f"--engine vllm: vLLM is not installed for {vllm.python or sys.executable}: pip install vllm there, or name the "
-            "interpreter of an environment that has it (--vllm-python FILE), or a running server (--vllm-url URL)"
+            f"--engine {kind}: {name} is not installed for {own.python or sys.executable}: pip install {kind} there, or name "
+            f"the interpreter of an environment that has it (--{kind}-python FILE), or a running server (--{kind}-url URL)"
         )
 
 
-def _has_vllm(settings: VllmSettings) -> bool:
-    """True if the interpreter for the servers can import vLLM. Raises ConfigError when it cannot be run."""
+def _has(package: str, settings: VllmSettings | SglangSettings) -> bool:
+    """True if the interpreter for the servers can import the package. Raises ConfigError when it cannot be run."""
     python = settings.python or sys.executable
-    code = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
+    code = f"import importlib.util, sys; sys.exit(importlib.util.find_spec('{package}') is None)"
     try:
         done = subprocess.run(
             [python, "-c", code],
@@ -126,7 +130,7 @@ def _has_vllm(settings: VllmSettings) -> bool:
             env={**os.environ, **settings.env},
         )
     except OSError as error:
-        raise ConfigError(f"--vllm-python {python}: cannot be run: {error.strerror or error}") from error
+        raise ConfigError(f"--{package}-python {python}: cannot be run: {error.strerror or error}") from error
     return done.returncode == 0
 
 
@@ -136,8 +140,12 @@ def make_engine(spec: ReplicaSpec) -> Engine:
         from midstream.engine.vllm.engine import VllmEngine
 
         return VllmEngine(
-            model_dir, spec.vllm, Path(spec.cache_dir), url=spec.vllm_url, cores=spec.cores, gpus=spec.gpus
+            model_dir, spec.vllm, Path(spec.cache_dir), url=spec.server_url, cores=spec.cores, gpus=spec.gpus
         )
+    if spec.kind == "sglang":
+        from midstream.engine.sglang.engine import SglangEngine
+
+        return SglangEngine(model_dir, spec.sglang, Path(spec.cache_dir), url=spec.server_url, gpus=spec.gpus)
     from midstream.engine.embedded.engine import EmbeddedEngine
 
     return EmbeddedEngine(model_dir, spec.engine)
@@ -176,4 +184,6 @@ def requests_max(spec: ReplicaSpec) -> int:
     """How many choices may be inside a replica or wait at its gate."""
     if spec.kind == "vllm":
         return spec.vllm.max_waiting
+    if spec.kind == "sglang":
+        return spec.sglang.max_waiting
     return spec.engine.max_running + spec.engine.max_waiting

@@ -11,6 +11,7 @@ from midstream.core.config import (
     EngineSettings,
     GatewaySettings,
     PushSettings,
+    SglangSettings,
     SwapOrder,
     TracingSettings,
     VllmSettings,
@@ -23,7 +24,7 @@ class ReplicaSpec(ChildSpec, frozen=True, kw_only=True):
 
     name: as responses and logs say it; empty means HOST:PORT. port: 0 for any free one. model: accounts/A/models/M.
     deployment: accounts/A/deployments/D. cache_bytes: the limit of cache_dir in bytes; None for the snapshots in use and one
-    snapshot more. vllm_url: of a running server to attach to. cores, gpus: which ones vLLM uses, () for all.
+    snapshot more. server_url: of a running vLLM or SGLang to attach to. cores, gpus: which ones it uses, () for all.
     resident_bytes: what full snapshots may take, None for no bound. resident_policies: held at once. records: URL of the bucket
     of records, None for none. records_dir, records_bytes: where they wait, and how many bytes may. record_files_keep_s,
     record_files_bytes: how long record files stay (None: always), and how many bytes those of the deployment may have.
@@ -48,7 +49,8 @@ class ReplicaSpec(ChildSpec, frozen=True, kw_only=True):
     cache_bytes: int | None = None
     kind: EngineKind = "embedded"
     vllm: VllmSettings = VllmSettings()
-    vllm_url: str | None = None
+    sglang: SglangSettings = SglangSettings()
+    server_url: str | None = None
     cores: tuple[int, ...] = ()
     gpus: tuple[int, ...] = ()
     records: str | None = None

@@ -1,0 +1,105 @@
+"""One SGLang server: a process that this one starts, or a running server that it attaches to.
+
+Owns: its start, and the check that it has what midstream needs.
+Always holds: what servers/process.py says of every server. A server that lacks a flag, an endpoint or a field is not used.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from midstream.core.config import SglangSettings
+from midstream.engine.servers.process import ServerProcess
+from midstream.engine.sglang.arguments import by_priority, command_line, environment, missing
+
+#: The name of the model at the server.
+NAME = "midstream"
+SEEDS = 2**31
+#: Endpoints without which a server is not used.
+ENDPOINTS = (
+    "/generate",
+    "/pause_generation",
+    "/continue_generation",
+    "/update_weights_from_disk",
+    "/update_weight_version",
+    "/flush_cache",
+    "/abort_request",
+    "/model_info",
+)
+#: SGLang keeps places for what it adds to a prompt. A request of the most tokens has so many behind its prompt at least.
+BEHIND_PROMPT = 1
+
+
+class _OpenApi(msgspec.Struct, frozen=True):
+    paths: dict[str, msgspec.Raw]
+
+
+class SglangServer(ServerProcess):
+    """gpus: that the server may use; () lets SGLang choose. url, log: as of a ServerProcess."""
+
+    WHO, SECTION = "SGLang", "sglang"
+    KEY_HINT = "set SGLANG_API_KEY in sglang.env"
+    # /health may compute a token, and would then fail in a pause.
+    LIVES = "/model_info"
+
+    def __init__(
+        self,
+        model_dir: Path,
+        settings: SglangSettings,
+        *,
+        url: str | None,
+        gpus: tuple[int, ...] = (),
+        log: Path | None,
+    ) -> None:
+        super().__init__(settings, url, log)
+        self._model_dir = model_dir
+        self._settings = settings
+        self._gpus = gpus
+        # Requests may have priorities.
+        self.by_priority = False
+        # Requests find cached KV at all, in pieces of so many tokens.
+        self.caches, self.page = True, 1
+        # What decides how it holds weights.
+        self.kind = ""
+        # Tokens that its KV cache has room for.
+        self.kv_tokens = 0
+
+    @property
+    def headers(self) -> str:
+        key = self._settings.env.get("SGLANG_API_KEY", os.environ.get("SGLANG_API_KEY", ""))
+        # As the bytes of its UTF-8, which a header line holds as they are.
+        return f"authorization: Bearer {key.encode().decode('latin-1')}\r\n" if key else ""
+
+    async def _spawn(self) -> None:
+        port, seed = self._take_port(), secrets.randbelow(SEEDS)
+        command = command_line(self._python, self._model_dir, NAME, port, seed, self._settings.args)
+        await self._run(command, environment(os.environ, self._settings.env, self._gpus))
+
+    async def _inspect(self) -> None:
+        paths = (await self._get("/openapi.json", _OpenApi)).paths
+        if gaps := [path for path in ENDPOINTS if path not in paths]:
+            raise self._failed(
+                f"the SGLang server at {self.url} has no {', '.join(gaps)}: a newer version has"
+            )
+        info: Mapping[str, Any] = await self._get("/server_info", dict[str, Any])
+        if lacks := missing(info):
+            raise self._failed(f"the SGLang server at {self.url}: start it with {'; with '.join(lacks)}")
+        sizes = [info.get(name) for name in ("max_req_input_len", "max_total_num_tokens", "page_size")]
+        if not all(isinstance(size, int) and size > 0 for size in sizes):
+            raise self._failed(
+                f"the SGLang server at {self.url} does not say how long a prompt may be: {sizes}"
+            )
+        prompt, self.kv_tokens, self.page = (int(size or 0) for size in sizes)
+        self.version = str(info.get("version", ""))
+        self.max_model_len = prompt + BEHIND_PROMPT
+        self.on_cpu = info.get("device") == "cpu"
+        self.caches = not info.get("disable_radix_cache")
+        self.by_priority = by_priority(info)
+        held = ("dtype", "quantization", "tp_size", "ep_size")
+        self.kind = "-".join(["sglang", self.version, *(str(info.get(name)) for name in held)])
