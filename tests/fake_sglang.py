@@ -2,7 +2,7 @@
 
 It computes: the KV of a position is a hash of the weights, the token and the KV before, and logits are numbers drawn from the
 last one. So weights, tokens and cached KV all show in a log-probability, and `logprobs_of` says what it must be. The weights
-are the bytes of a directory's .safetensors files. The cache finds the longest prefix that was computed under the same extra_key.
+are the bytes of a directory's .safetensors files. The cache finds the longest prefix computed under the same extra_key.
 
 Always holds: nothing is computed while it is paused. Unknown fields of a request are ignored, as SGLang ignores them.
 A test plants faults by the attributes of FakeSglang.
