@@ -67,7 +67,7 @@ BLOCKS: dict[str, list[Run | Elsewhere | Shown]] = {
     "docs/configuration.md": [SETTINGS],
     "docs/benchmarks.md": [TRACE_LINE],
     "docs/conformance.md": [NAMES],
-    "docs/engines.md": [MAKE, OUTPUT],
+    "docs/engines.md": [MAKE, OUTPUT, Elsewhere("e2e/test_sglang_served.py", "it needs SGLang")],
     "docs/exact-sessions.md": [OUTPUT],
     "docs/fireworks.md": [
         Elsewhere("fireworks", "the SDK is in an environment of its own, and the bucket needs two snapshots"),

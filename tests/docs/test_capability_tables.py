@@ -11,6 +11,8 @@ from midstream.api import capabilities as signals
 from midstream.core.config import EngineSettings
 from midstream.core.types import ENGINE_FEATURES, EngineCard
 from midstream.engine.embedded.protocol import embedded_card
+from midstream.engine.sglang.arguments import LACKS as SGLANG_LACKS
+from midstream.engine.sglang.arguments import sglang_card
 from midstream.engine.vllm.arguments import LACKS, vllm_card
 from midstream.replica.request.needs import REQUEST_NEEDS
 
@@ -37,8 +39,9 @@ ENGINES: dict[str, tuple[EngineCard, EngineCard]] = {
             no_session_kv="",
         ),
     ),
+    "sglang": (sglang_card("0.5.23", by_priority=False), sglang_card("0.5.23", no_digest="")),
 }
-WHY_NOT = {"vllm": LACKS}
+WHY_NOT = {"vllm": LACKS, "sglang": SGLANG_LACKS}
 
 
 def table(heading: str, first: str) -> tuple[list[str], list[list[str]]]:

@@ -29,7 +29,7 @@ def test_every_setting_is_in_the_page_with_words() -> None:
     # They are sections of their own.
     assert {name for _, name in told} == {
         *("deployment", "gateway", "replica", "ledger", "records", "push", "log"),
-        *("embedded", "tinker", "vllm", "ray", "tracing"),
+        *("embedded", "tinker", "vllm", "sglang", "ray", "tracing"),
     }
     assert len(fields) > 80
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from fake_sglang import EOS, FakeSglang, logprobs_of, until, weights_of, write_model
 
-from midstream.core.config import SglangSettings
+from midstream.core.sglang_settings import SglangSettings
 from midstream.core.types import BASE_SNAPSHOT, GenerateRequest, GenerationEvent, SamplingParams, TokenRecord
 from midstream.engine.base import EngineDied, StagingFailed
 from midstream.engine.sglang.engine import SglangEngine

@@ -24,6 +24,7 @@ from vllm_helpers import attached, begun, in_a_loop
 
 from midstream.core.types import NEAR_TIES, GenerateRequest, SamplingParams
 from midstream.engine.base import EngineDied
+from midstream.engine.servers.chunks import Token
 from midstream.engine.vllm import protocol
 from midstream.engine.vllm.arguments import WORKER_DIR
 from midstream.engine.vllm.choice import unknown_feature, wants_both
@@ -173,7 +174,7 @@ def answered(output: Any, row: int, logprobs: int) -> bytes:
     return json.dumps({"choices": [choice]}).encode()
 
 
-def read(output: Any, row: int, top: int = 0, *, both: bool = True) -> protocol.Token:
+def read(output: Any, row: int, top: int = 0, *, both: bool = True) -> Token:
     (token,) = read_answer(answered(output, row, top + 1 if top else 0), top, both=both).tokens
     return token
 
@@ -375,9 +376,9 @@ def test_both_are_asked_for_where_one_says_too_little(request_: GenerateRequest,
     assert unknown_feature(request_) == feature
 
 
-def token_of(raw: list[float], place: int, sampling: float | None) -> protocol.Token:
+def token_of(raw: list[float], place: int, sampling: float | None) -> Token:
     top = tuple(protocol.TopLogprob(i, value) for i, value in enumerate(raw))
-    return protocol.Token(place, raw[place], top, sampling)
+    return Token(place, raw[place], top, sampling)
 
 
 RAW = [-1.0, -1.5, -2.0, -2.5, -3.0, -3.5]
@@ -396,7 +397,7 @@ def test_the_proof_takes_the_numbers_of_the_best_tokens_and_no_others() -> None:
         token_of(RAW, 2, float("nan")),
         token_of(RAW, 2, None),
         token_of(RAW, 5, -1.0),
-        protocol.Token(99, -1.0, right.top, -1.0),
+        Token(99, -1.0, right.top, -1.0),
     ):
         with pytest.raises(OneNumber):
             check_sampling([right, wrong])

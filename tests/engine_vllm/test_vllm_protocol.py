@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from midstream.core.types import GenerateRequest, SamplingParams, TopLogprob
+from midstream.engine.servers.chunks import alternatives
 from midstream.engine.vllm import protocol
 from midstream.engine.vllm.protocol import Chunk, ChunkReader, InvalidAnswer
 
@@ -354,8 +355,8 @@ def test_a_log_probability_is_asked_for_always_and_alternatives_when_wanted() ->
     assert said(request())["sampling_params"]["logprobs"] == 0
     assert said(request(top_logprobs=3))["sampling_params"]["logprobs"] == 4
     assert said(request(want_logprobs=False, top_logprobs=3))["sampling_params"]["logprobs"] == 0
-    assert protocol.alternatives(request(top_logprobs=3)) == 3
-    assert protocol.alternatives(request(top_logprobs=3, want_logprobs=False)) == 0
+    assert alternatives(request(top_logprobs=3)) == 3
+    assert alternatives(request(top_logprobs=3, want_logprobs=False)) == 0
 
 
 def test_every_choice_and_every_resumption_draws_its_own_numbers() -> None:

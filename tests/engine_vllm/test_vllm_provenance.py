@@ -16,6 +16,7 @@ from tiers import examples
 from vllm_helpers import Reading, asking, attached, begun, in_a_loop, swap
 
 from midstream.core.types import GenerateRequest, GenerationEvent
+from midstream.engine.servers.chunks import InvalidAnswer
 from midstream.engine.servers.labels import UNKNOWN
 from midstream.engine.vllm import protocol
 from midstream.engine.vllm.arguments import UNTOLD
@@ -354,5 +355,5 @@ def test_real_masks_are_not_read(tmp_path: Path) -> None:
     choice = {"index": 0, "finish_reason": "stop", "sampling_mask": [[7, 8]], "token_ids": []}
     data = protocol.msgspec.json.encode({"choices": [choice]})
     assert protocol.read_answer(data).kv == ()
-    with pytest.raises(protocol.InvalidAnswer, match=r"\[7, 8\] do not say"):
+    with pytest.raises(InvalidAnswer, match=r"\[7, 8\] do not say"):
         protocol.read_answer(data, kv=True)

@@ -166,7 +166,7 @@ def test_a_setting_that_cannot_work_is_named(tmp_path: Path, text: str, says: st
         ),
         (
             'engine = "vlm"',
-            "engine: Invalid enum value 'vlm'; expected one of embedded, vllm; did you mean vllm?",
+            "engine: Invalid enum value 'vlm'; expected one of embedded, vllm, sglang; did you mean vllm?",
         ),
     ],
 )

@@ -203,6 +203,47 @@ def add_setting(
     )
 
 
+#: Of engines that are servers: option, setting, help and what stands for its value.
+SERVER_OPTIONS = (
+    (
+        "--vllm-args",
+        "vllm.args",
+        'for each vLLM server, in one string: --vllm-args "--tensor-parallel-size 2 --quantization fp8"',
+        "ARGS",
+    ),
+    (
+        "--vllm-python",
+        "vllm.python",
+        "interpreter of the environment that vLLM is installed in (default: this one)",
+        "FILE",
+    ),
+    (
+        "--vllm-url",
+        "vllm.urls",
+        "http://HOST:PORT of a running vLLM server to attach to instead of starting one; one per replica",
+        "URL",
+    ),
+    (
+        "--sglang-args",
+        "sglang.args",
+        'for each SGLang server, in one string: --sglang-args "--tp-size 2"',
+        "ARGS",
+    ),
+    (
+        "--sglang-python",
+        "sglang.python",
+        "interpreter of the environment that SGLang is installed in (default: this one)",
+        "FILE",
+    ),
+    (
+        "--sglang-url",
+        "sglang.urls",
+        "http://HOST:PORT of a running SGLang server to attach to instead of starting one; one per replica",
+        "URL",
+    ),
+)
+
+
 def add_arguments(parser: argparse.ArgumentParser, address: str) -> None:
     """What `serve` and `replica` share. address: the section that says where the command listens."""
     for option, setting, help_text, metavar in (
@@ -216,42 +257,7 @@ def add_arguments(parser: argparse.ArgumentParser, address: str) -> None:
             "KV cache of each embedded engine, e.g. 512MiB (default: 65536 tokens)",
             "SIZE",
         ),
-        (
-            "--vllm-args",
-            "vllm.args",
-            'for each vLLM server, in one string: --vllm-args "--tensor-parallel-size 2 --quantization fp8"',
-            "ARGS",
-        ),
-        (
-            "--vllm-python",
-            "vllm.python",
-            "interpreter of the environment that vLLM is installed in (default: this one)",
-            "FILE",
-        ),
-        (
-            "--vllm-url",
-            "vllm.urls",
-            "http://HOST:PORT of a running vLLM server to attach to instead of starting one; one per replica",
-            "URL",
-        ),
-        (
-            "--sglang-args",
-            "sglang.args",
-            'for each SGLang server, in one string: --sglang-args "--tp-size 2"',
-            "ARGS",
-        ),
-        (
-            "--sglang-python",
-            "sglang.python",
-            "interpreter of the environment that SGLang is installed in (default: this one)",
-            "FILE",
-        ),
-        (
-            "--sglang-url",
-            "sglang.urls",
-            "http://HOST:PORT of a running SGLang server to attach to instead of starting one; one per replica",
-            "URL",
-        ),
+        *SERVER_OPTIONS,
         (
             "--records",
             "records.bucket",

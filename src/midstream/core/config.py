@@ -35,6 +35,7 @@ from midstream.core.setting_types import (
     VllmUrl,
     Weight,
 )
+from midstream.core.sglang_settings import SglangSettings
 
 EngineKind = Literal["embedded", "vllm", "sglang"]
 Dtype = Literal["bfloat16", "float32"]
@@ -219,27 +220,6 @@ class VllmSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     weight_transfer: Backend = ""
     # Workers load a snapshot beside the weights that serve, where memory is free for both. The pause of a swap is short then.
     stage_weights: bool = True
-
-
-class SglangSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """SGLang servers behind the replicas, with engine = "sglang"."""
-
-    # Interpreter of the environment that SGLang is installed in. None means this process's own.
-    python: str | None = None
-    # Arguments of each SGLang server. They follow those that midstream gives.
-    args: tuple[str, ...] = ()
-    # Environment variables of each SGLang server, beside this process's own.
-    env: dict[str, str] = {}
-    # Running servers to attach to instead of starting them, one per replica, in their order: http://HOST:PORT.
-    urls: tuple[VllmUrl, ...] = ()
-    # Of each replica that `midstream serve` starts on this machine, by its number; 0: each sees all.
-    gpus: CountOrZero = 0
-    # A server that does not answer by then is given up.
-    load_s_max: Positive = 1800.0
-    # If the scheduler neither samples nor answers for so long, the server hangs and is replaced. It answers between two steps.
-    silence_s_max: Positive = 8.0
-    # Requests inside a replica. A further one is a 429.
-    max_waiting: Count = 4096
 
 
 class RaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -1,7 +1,7 @@
 """The engine port: what a replica needs from whatever computes tokens.
 
 Owns: the contract, and the prompt of the check that it speaks of. Implementations: engine/embedded (PyTorch), engine/vllm (an
-unmodified vLLM server).
+unmodified vLLM server), engine/sglang (an unmodified SGLang server).
 Methods are called from one asyncio event loop. None of them blocks it.
 """
 

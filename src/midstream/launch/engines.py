@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from midstream.core import extras
-from midstream.core.config import SERVER_NAMES, Settings, SglangSettings, VllmSettings, parse_size
+from midstream.core.config import SERVER_NAMES, Settings, VllmSettings, parse_size
 from midstream.core.errors import ConfigError
+from midstream.core.sglang_settings import SglangSettings
 from midstream.engine.base import Engine
 from midstream.launch.specs import ReplicaSpec
 from midstream.replica.pins import Residency

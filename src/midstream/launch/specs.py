@@ -11,11 +11,11 @@ from midstream.core.config import (
     EngineSettings,
     GatewaySettings,
     PushSettings,
-    SglangSettings,
     SwapOrder,
     TracingSettings,
     VllmSettings,
 )
+from midstream.core.sglang_settings import SglangSettings
 from midstream.core.supervision import ChildSpec
 
 

@@ -6,7 +6,8 @@ Always holds: what does not look as expected raises InvalidAnswer. A log-probabi
 from __future__ import annotations
 
 import hashlib
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 import msgspec
 
@@ -64,28 +65,22 @@ _ANYTHING = msgspec.json.Decoder(dict[str, Any])
 DONE = Chunk(done=True)
 
 
-class Reader(Protocol):
-    """Reads the chunks of one event stream, cut anywhere."""
-
-    def feed(self, data: bytes) -> list[Chunk]:
-        """The chunks that these bytes complete. Raises InvalidAnswer, after which nothing may be fed."""
-
-
 def alternatives(request: GenerateRequest) -> int:
     """The number of alternatives per token in the answer to a request. The token's own log-probability is always there."""
     return request.top_logprobs if request.want_logprobs else 0
 
 
-class EventLines:
-    """The data of the events of one stream, cut anywhere."""
+class EventReader:
+    """Reads the chunks of one event stream, cut anywhere. read: of the data of one event, a chunk. Raises InvalidAnswer."""
 
-    def __init__(self) -> None:
+    def __init__(self, read: Callable[[bytes], Chunk]) -> None:
+        self._read = read
         # The parts of a line that is not complete, and their bytes.
         self._parts: list[bytes] = []
         self._held = 0
 
-    def feed(self, data: bytes) -> list[bytes]:
-        """Of the events that these bytes complete. Raises InvalidAnswer, after which nothing may be fed."""
+    def feed(self, data: bytes) -> list[Chunk]:
+        """The chunks that these bytes complete. Raises InvalidAnswer, after which nothing may be fed."""
         lines = data.split(b"\n")
         rest = lines.pop()
         if lines and self._parts:
@@ -97,13 +92,14 @@ class EventLines:
             self._held += len(rest)
             if self._held > LINE_MAX:
                 raise InvalidAnswer(f"a line of more than {LINE_MAX} bytes")
-        found = []
+        chunks = []
         for line in lines:
             if line.startswith(b"data:"):
-                found.append(line[5:].strip())
+                message = line[5:].strip()
+                chunks.append(DONE if message == b"[DONE]" else self._read(message))
             elif line:
                 _check_other(line)
-        return found
+        return chunks
 
 
 def _check_other(line: bytes) -> None:

@@ -20,7 +20,7 @@ from msgspec.structs import replace
 from midstream.core.types import FinishReason, GenerateRequest, GenerationEvent, TokenRecord
 from midstream.engine.base import AtOnce
 from midstream.engine.request_events import RequestEvents
-from midstream.engine.servers.chunks import Chunk, InvalidAnswer, Reader, error_of
+from midstream.engine.servers.chunks import Chunk, EventReader, InvalidAnswer, error_of
 from midstream.engine.servers.labels import ChoiceLabels, Epochs, KvSpans, Spans
 from midstream.http.call import ResponseStream
 
@@ -54,7 +54,7 @@ class ChoiceStream:
         index: int,
         labels: ChoiceLabels,
         emit: Callable[[GenerationEvent], None],
-        reader: Reader,
+        reader: EventReader,
         *,
         prompt: tuple[TokenRecord, ...] | None,
         constrained: bool = False,

@@ -20,8 +20,8 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-from midstream.core.config import SglangSettings
 from midstream.core.kv import KvStats
+from midstream.core.sglang_settings import SglangSettings
 from midstream.core.types import (
     BASE_SNAPSHOT,
     GenerateRequest,

@@ -18,9 +18,8 @@ import msgspec
 from midstream.core.decoding import NOT_JSON
 from midstream.core.types import GenerateRequest, TokenRecord, TopLogprob
 from midstream.engine.servers.chunks import (
-    DONE,
     Chunk,
-    EventLines,
+    EventReader,
     InvalidAnswer,
     Token,
     alternatives,
@@ -74,24 +73,18 @@ class _Message(msgspec.Struct, frozen=True):
 _MESSAGE = msgspec.json.Decoder(_Message)
 
 
-class SglangReader:
+class SglangReader(EventReader):
     """top: `alternatives` of its request."""
 
     def __init__(self, top: int = 0) -> None:
+        super().__init__(self._chunk)
         self._top = top
-        self._lines = EventLines()
         self._count = 0
 
-    def feed(self, data: bytes) -> list[Chunk]:
-        chunks = []
-        for message in self._lines.feed(data):
-            if message == b"[DONE]":
-                chunks.append(DONE)
-                continue
-            chunk = _chunk(_decode(message), self._top, self._count)
-            self._count += len(chunk.tokens)
-            chunks.append(chunk)
-        return chunks
+    def _chunk(self, message: bytes) -> Chunk:
+        chunk = _chunk(_decode(message), self._top, self._count)
+        self._count += len(chunk.tokens)
+        return chunk
 
 
 def read_answer(data: bytes, top: int = 0) -> Chunk:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from midstream.core.types import GenerateRequest, SamplingParams
+from midstream.engine.servers.chunks import InvalidAnswer, Token
 from midstream.engine.servers.requests import ServedWeights
 from midstream.engine.servers.scoring import ANSWER_S_MAX
 from midstream.engine.servers.switching import TOLERANCE, ServerRefused, largest_difference, proof_prompt
@@ -42,7 +43,7 @@ class CrossingProof:
     name: str
     other: str
     files: tuple[Path, Path]
-    greedy: Callable[[str, int], Awaitable[list[protocol.Token]]]
+    greedy: Callable[[str, int], Awaitable[list[Token]]]
     score: Callable[[ServedWeights], Awaitable[list[float]]]
 
     async def why_not(self, request: GenerateRequest) -> str | None:
@@ -86,7 +87,7 @@ class CrossingProof:
             await self.control.resume()
         return before, epochs.serving_version
 
-    def _judge(self, stream: _Stream, alone: list[protocol.Token], before: str, after: str) -> str:
+    def _judge(self, stream: _Stream, alone: list[Token], before: str, after: str) -> str:
         at, tokens = stream.at, stream.tokens
         if self.own.epochs.confirmed:
             expected = ((before, 0, at), (after, at, len(tokens)))
@@ -117,7 +118,7 @@ class _Stream:
 
     def __init__(self) -> None:
         self.answer = b""
-        self.tokens: list[protocol.Token] = []
+        self.tokens: list[Token] = []
         self.spans: tuple[tuple[str, int, int], ...] | None = None
         self.begun = asyncio.Event()
         self.at = 0
@@ -131,7 +132,7 @@ class _Stream:
             self.answer += data
         try:
             chunks = self._reader.feed(data)
-        except protocol.InvalidAnswer as error:
+        except InvalidAnswer as error:
             chunks, self.problem = [], str(error)
         for chunk in chunks:
             self.tokens += chunk.tokens
@@ -142,7 +143,7 @@ class _Stream:
             self.begun.set()
 
 
-def _alike(one: list[protocol.Token], other: list[protocol.Token]) -> bool:
+def _alike(one: list[Token], other: list[Token]) -> bool:
     """The same tokens with the same numbers, up to the first that differs: a near tie, where its number is the same."""
     for mine, theirs in zip(one, other, strict=True):
         if not abs(mine.logprob - theirs.logprob) <= TOLERANCE:

@@ -24,6 +24,7 @@ from midstream.core.types import (
     TokenRecord,
 )
 from midstream.engine.base import AtOnce, EngineDied, Slot, StagingFailed
+from midstream.engine.servers.chunks import alternatives
 from midstream.engine.servers.labels import ChoiceLabels
 from midstream.engine.servers.requests import ServerRequest
 from midstream.engine.servers.scoring import WrongWeights
@@ -77,7 +78,7 @@ class VllmEngine(ServerLife):
                 adapters.end(version)
 
     def refuses(self, request: GenerateRequest) -> str | None:
-        if protocol.alternatives(request) and not self._names_alternatives:
+        if alternatives(request) and not self._names_alternatives:
             return "top_logprobs: this version of vLLM gives no names to alternatives"
         return protocol.problem(request)
 

@@ -26,6 +26,7 @@ from midstream.core.types import (
 )
 from midstream.engine.base import EngineDied, StagingFailed
 from midstream.engine.servers.boot import ServerBoot
+from midstream.engine.servers.chunks import InvalidAnswer
 from midstream.engine.servers.engine import ANSWER_S_MAX, HEALTH_S_MAX
 from midstream.engine.servers.labels import Epochs
 from midstream.engine.servers.model import Shape, read_shape
@@ -267,7 +268,7 @@ class ServerLife(ServerProofs):
             raise CallFailed(protocol.error_of(answer.status, answer.body))
         try:
             chunk = protocol.read_answer(answer.body, request.top_logprobs)
-        except protocol.InvalidAnswer as error:
+        except InvalidAnswer as error:
             raise ServerFailed(f"the vLLM server at {url}: {error}") from error
         self._epochs.confirmed = chunk.spans is not None
         self._names_alternatives = all(len({t.token_id for t in c.top}) == len(c.top) for c in chunk.tokens)

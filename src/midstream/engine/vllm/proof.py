@@ -26,6 +26,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from midstream.core.errors import SnapshotError
+from midstream.engine.servers.chunks import InvalidAnswer, Token
 from midstream.engine.servers.requests import ServedWeights
 from midstream.engine.servers.scoring import ANSWER_S_MAX
 from midstream.engine.servers.switching import TOLERANCE, NotExact, Score, ServerRefused, score
@@ -161,7 +162,7 @@ class Proof:
         finally:
             await self._clean_up()
 
-    async def _compare(self, own: ServedWeights, before: list[float], greedy: list[protocol.Token]) -> None:
+    async def _compare(self, own: ServedWeights, before: list[float], greedy: list[Token]) -> None:
         """Raises NotExact unless the base weights give what they gave before."""
         alone = _differences(before, await self._score(own)) + _drift(
             greedy, await self._greedy(own.name, OWN)
@@ -194,7 +195,7 @@ class Proof:
     async def _score(self, weights: ServedWeights) -> list[float]:
         return await score(self._scorer(weights), self._vocab_size, self._context)
 
-    async def _greedy(self, name: str, count: int) -> list[protocol.Token]:
+    async def _greedy(self, name: str, count: int) -> list[Token]:
         request = asked(self._vocab_size, self._context, count, name)
         data = protocol.body(request, 0, model=name, salt=secrets.token_hex(16), stream=False)
         answer = await call(self._server.url, "POST", protocol.PATH, data, ANSWER_S_MAX, self._server.headers)
@@ -202,7 +203,7 @@ class Proof:
             raise CallFailed(protocol.error_of(answer.status, answer.body))
         try:
             return list(protocol.read_answer(answer.body).tokens)
-        except protocol.InvalidAnswer as error:
+        except InvalidAnswer as error:
             raise NotExact(f"vLLM's answer to a prompt cannot be used: {error}") from error
 
     async def _clean_up(self) -> None:
@@ -221,7 +222,7 @@ def _differences(a: list[float], b: list[float]) -> list[float]:
     return [each if math.isfinite(each) else math.inf for each in off]
 
 
-def _drift(a: list[protocol.Token], b: list[protocol.Token]) -> list[float]:
+def _drift(a: list[Token], b: list[Token]) -> list[float]:
     """The differences of greedy tokens, up to the first that differs: a near tie, after which the prompts differ, too."""
     same = sum(
         1

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 import struct
+from functools import partial
 from itertools import pairwise
 from math import isfinite, nan
 from operator import attrgetter
@@ -22,9 +23,8 @@ from midstream.core.decoding import NOT_JSON
 from midstream.core.types import NEAR_TIES, GenerateRequest, TokenRecord, TopLogprob
 from midstream.engine.servers import chunks
 from midstream.engine.servers.chunks import (
-    DONE,
     Chunk,
-    EventLines,
+    EventReader,
     InvalidAnswer,
     Token,
     alternatives,
@@ -135,24 +135,12 @@ _logprob = attrgetter("logprob")
 _NAMED, _NAME = b'"token_id:', re.compile(rb'"token":\s?"token_id:(-?\d+)"')
 
 
-class ChunkReader:
-    """Reads chunks from the bytes of one event stream, cut anywhere.
-
-    top: `alternatives` of its request. both: the request asked for both log-probabilities. kv: and which weights compute KV.
-    masks: and for sampling masks.
-    """
+class ChunkReader(EventReader):
+    """top: `alternatives` of its request. both: the request asked for both log-probabilities. kv: and which weights compute KV.
+    masks: and for sampling masks."""
 
     def __init__(self, top: int = 0, *, both: bool = False, kv: bool = False, masks: bool = False) -> None:
-        self._asked = {"both": both, "kv": kv, "masks": masks}
-        self._top = top
-        self._lines = EventLines()
-
-    def feed(self, data: bytes) -> list[Chunk]:
-        """The chunks that these bytes complete. Raises InvalidAnswer, after which nothing may be fed."""
-        return [
-            DONE if message == b"[DONE]" else _read(message, self._top, **self._asked)
-            for message in self._lines.feed(data)
-        ]
+        super().__init__(partial(_read, top=top, both=both, kv=kv, masks=masks))
 
 
 def read_answer(

@@ -18,6 +18,7 @@ import secrets
 from collections.abc import Awaitable, Callable
 
 from midstream.core.types import GenerateRequest, SamplingParams
+from midstream.engine.servers.chunks import InvalidAnswer
 from midstream.engine.servers.labels import Epochs, KvSpans
 from midstream.engine.servers.scoring import ANSWER_S_MAX
 from midstream.engine.vllm import protocol
@@ -159,7 +160,7 @@ class _Asking:
             raise NotTold(protocol.error_of(answer.status, answer.body))
         try:
             chunk = protocol.read_answer(answer.body, kv=True)
-        except protocol.InvalidAnswer as error:
+        except InvalidAnswer as error:
             raise NotTold(str(error)) from error
         if [count for count, _ in chunk.kv] != [0]:
             raise NotTold(f"it said {list(chunk.kv)} of the KV of a token")

@@ -22,6 +22,7 @@ from msgspec.structs import replace
 
 from midstream.core.masks import kept_ids
 from midstream.core.types import NEAR_GREEDY, NEAR_TOP_K, GenerateRequest, SamplingParams
+from midstream.engine.servers.chunks import Chunk, InvalidAnswer, Token, alternatives
 from midstream.engine.servers.scoring import ANSWER_S_MAX
 from midstream.engine.servers.switching import ServerRefused, proof_prompt
 from midstream.engine.step import near_tie
@@ -125,7 +126,7 @@ async def _threshold(control: Control) -> float:
     return max(near_tie(dtype) for dtype in dtypes)
 
 
-async def _prove_ties(server: VllmServer, asking: GenerateRequest, first: protocol.Token, tie: float) -> None:
+async def _prove_ties(server: VllmServer, asking: GenerateRequest, first: Token, tie: float) -> None:
     """first: the first token that `asking` gave. Raises OneNumber, CallFailed."""
     best, second, *_ = sorted(first.top, key=lambda top: top.logprob, reverse=True)
     biases = ({second.token_id: best.logprob - second.logprob}, {best.token_id: APART})
@@ -171,7 +172,7 @@ async def _prove_masks(server: VllmServer, asking: GenerateRequest) -> None:
         _expect_mask(mask, token, few)
 
 
-def check_masks(tokens: Sequence[protocol.Token], masks: Sequence[bytes]) -> None:
+def check_masks(tokens: Sequence[Token], masks: Sequence[bytes]) -> None:
     """Raises NoMasks unless the tokens that were left are the best ones."""
     for token, mask in zip(tokens, masks, strict=True):
         best = sorted(token.top, key=lambda top: top.logprob, reverse=True)
@@ -179,7 +180,7 @@ def check_masks(tokens: Sequence[protocol.Token], masks: Sequence[bytes]) -> Non
             _expect_mask(mask, token, sorted(top.token_id for top in best[:TOP_K]))
 
 
-def _expect_mask(mask: bytes, token: protocol.Token, expected: Sequence[int]) -> None:
+def _expect_mask(mask: bytes, token: Token, expected: Sequence[int]) -> None:
     try:
         found = kept_ids(mask, token.token_id)
     except ValueError as error:
@@ -189,14 +190,14 @@ def _expect_mask(mask: bytes, token: protocol.Token, expected: Sequence[int]) ->
         raise NoMasks(f"vLLM's workers say that {left} were left for a draw from {expected}")
 
 
-async def _sample(server: VllmServer, request: GenerateRequest, tie: float = 0.0) -> Sequence[protocol.Token]:
+async def _sample(server: VllmServer, request: GenerateRequest, tie: float = 0.0) -> Sequence[Token]:
     """Raises OneNumber, CallFailed."""
     return (await _answer(server, request, tie)).tokens
 
 
 async def _answer(
     server: VllmServer, request: GenerateRequest, tie: float = 0.0, *, masks: bool = False
-) -> protocol.Chunk:
+) -> Chunk:
     """Raises OneNumber, CallFailed."""
     salt, name = secrets.token_hex(16), server.served_name
     data = protocol.body(request, 0, model=name, salt=salt, stream=False, tie=tie, both=True, masks=masks)
@@ -204,12 +205,12 @@ async def _answer(
     if answer.status != 200:
         raise OneNumber(protocol.error_of(answer.status, answer.body))
     try:
-        return protocol.read_answer(answer.body, protocol.alternatives(request), both=True, masks=masks)
-    except protocol.InvalidAnswer as error:
+        return protocol.read_answer(answer.body, alternatives(request), both=True, masks=masks)
+    except InvalidAnswer as error:
         raise OneNumber(f"vLLM's answer has no two log-probabilities: {error}") from error
 
 
-def check_sampling(tokens: Sequence[protocol.Token]) -> None:
+def check_sampling(tokens: Sequence[Token]) -> None:
     """Raises OneNumber unless the sampling log-probabilities follow from the raw ones of the best tokens."""
     proved = 0
     for token in tokens:
@@ -231,7 +232,7 @@ def check_sampling(tokens: Sequence[protocol.Token]) -> None:
         raise OneNumber("the model's best tokens are all alike, so nothing can be proved")
 
 
-def check_raw(free: Sequence[protocol.Token], constrained: Sequence[protocol.Token]) -> None:
+def check_raw(free: Sequence[Token], constrained: Sequence[Token]) -> None:
     """Raises OneNumber unless the first tokens have the same alternatives."""
     first, other = (
         [best.logprob for token in tokens[:1] for best in token.top] for tokens in (free, constrained)
