@@ -14,6 +14,8 @@ import asyncio
 import contextlib
 import hashlib
 import json
+import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -116,9 +118,7 @@ class FakeSglang:
         self.go = asyncio.Event()
         #: Faults.
         self.deaf_to_key = self.keeps_over_flush = self.mislabels = self.silent_of_version = False
-        self.tempered = self.shuffles = self.spoils_loads = self.stuck = self.not_finite = self.fails_back = (
-            False
-        )
+        self.tempered = self.shuffles = self.spoils_loads = self.not_finite = False
         self.drops_token: int | None = None
         self.refuses_loads = 0
         self.paths = dict.fromkeys(ROUTES)
@@ -131,8 +131,8 @@ class FakeSglang:
     def paused(self) -> bool:
         return not self._computing.is_set()
 
-    async def start(self) -> None:
-        self._server = await asyncio.start_server(self._connected, "127.0.0.1", 0)
+    async def start(self, port: int = 0) -> None:
+        self._server = await asyncio.start_server(self._connected, "127.0.0.1", port)
         self.url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
 
     async def close(self) -> None:
@@ -188,7 +188,8 @@ class FakeSglang:
         return 200, {"weight_version": self.version, "is_generation": True}
 
     def health(self, given: Any) -> tuple[int, Any]:
-        return 200, {}
+        # It would compute a token.
+        return 503 if self.paused else 200, {}
 
     def pause(self, given: Any) -> tuple[int, Any]:
         assert given == {"mode": "in_place"}, given
@@ -430,3 +431,26 @@ def in_a_thread(model: Path) -> Iterator[tuple[FakeSglang, asyncio.AbstractEvent
     finally:
         made[0][1].call_soon_threadsafe(ended.set)
         thread.join(60)
+
+
+def fake_python(folder: Path) -> str:
+    """Path of an executable in `folder` that is the server, whatever module it is asked for. It notes what it was given."""
+    stub = folder / "python"
+    code = f"import sys; sys.path[:0] = {sys.path!r}; import fake_sglang; fake_sglang.main({str(folder)!r}, sys.argv[1:])"
+    script = folder / "main.py"
+    script.write_text(code)
+    stub.write_text(f'#!/bin/sh\nexec {sys.executable} -I -S {script} "$@"\n')
+    stub.chmod(0o755)
+    return str(stub)
+
+
+def main(folder: str, arguments: list[str]) -> None:
+    given = {"argv": arguments, "env": dict(os.environ), "pid": os.getpid()}
+    (Path(folder) / "given").write_text(json.dumps(given))
+
+    async def serve() -> None:
+        fake = FakeSglang(Path(arguments[arguments.index("--model-path") + 1]))
+        await fake.start(int(arguments[arguments.index("--port") + 1]))
+        await asyncio.Event().wait()
+
+    asyncio.run(serve())

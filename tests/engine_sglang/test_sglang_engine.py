@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import json
+import os
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from math import isnan
@@ -11,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_sglang import EOS, FakeSglang, logprobs_of, until, weights_of, write_model
+from fake_sglang import EOS, FakeSglang, fake_python, logprobs_of, until, weights_of, write_model
 
 from midstream.core.sglang_settings import SglangSettings
 from midstream.core.types import BASE_SNAPSHOT, GenerateRequest, GenerationEvent, SamplingParams, TokenRecord
@@ -167,6 +169,19 @@ class TestStart:
                 pass
 
     @in_a_loop
+    async def test_one_that_its_last_user_left_paused_with_other_weights_begins_anew(
+        self, tmp_path: Path
+    ) -> None:
+        def leave(fake: FakeSglang) -> None:
+            fake.weights, fake.version = b"other", "7:theirs"
+            fake.pause({"mode": "in_place"})
+
+        async with attached(tmp_path, leave) as (engine, fake):
+            assert fake.weights == weights_of(tmp_path / "model")
+            assert (fake.paused, fake.version) == (False, "1:base")
+            assert (await Stream(engine, asking()).end()).finish == "length"
+
+    @in_a_loop
     async def test_one_without_a_cache_or_an_order_serves(self, tmp_path: Path) -> None:
         def plant(fake: FakeSglang) -> None:
             fake.info |= {"disable_radix_cache": True, "enable_priority_scheduling": False}
@@ -175,6 +190,27 @@ class TestStart:
             assert not engine._info().card.has("priorities")
             await Stream(engine, asking(priority=3)).end()
             assert "priority" not in fake.calls[-1][1]
+
+
+@in_a_loop
+async def test_a_server_is_started_and_ends_with_its_engine(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = write_model(tmp_path / "model")
+    settings = SglangSettings(python=fake_python(tmp_path), args=("--tp-size", "1"), env={"MARK": "here"})
+    engine = SglangEngine(model, settings, tmp_path / "cache")
+    await engine.start()
+    given = json.loads((tmp_path / "given").read_text())
+    try:
+        assert "never on a GPU" in caplog.text
+        assert engine.pid == given["pid"]
+        assert given["argv"][-2:] == ["--tp-size", "1"]
+        assert (given["env"]["MARK"], given["env"]["SGLANG_RETURN_ORIGINAL_LOGPROB"]) == ("here", "1")
+        assert (await Stream(engine, asking()).end()).finish == "length"
+    finally:
+        await engine.close()
+    with pytest.raises(ProcessLookupError):
+        os.kill(given["pid"], 0)
 
 
 class TestRequests:

@@ -16,8 +16,10 @@ import msgspec
 import numpy as np
 
 from midstream.engine.embedded.protocol import reply_decoder
+from midstream.engine.servers.chunks import EventReader, InvalidAnswer
 from midstream.engine.servers.model import Shape
-from midstream.engine.vllm.protocol import ChunkReader, InvalidAnswer, error_of, prompt_records, read_answer
+from midstream.engine.sglang import protocol as sglang
+from midstream.engine.vllm.protocol import ChunkReader, error_of, prompt_records, read_answer
 from midstream.engine.vllm.routes import InvalidRoutes, decode_routes
 from midstream.http.ipc import Frames, frame
 from midstream_tinker.samples import CheckedSample, sampled
@@ -39,19 +41,19 @@ SHAPE = Shape(
 PROMPT = (5, 6, 7)
 
 
-def chunks(parts: Iterable[bytes], top: int | None) -> list[Any]:
-    reader = ChunkReader(top, kv=True)
+def chunks(parts: Iterable[bytes], reader: EventReader) -> list[Any]:
     return [chunk for part in parts for chunk in reader.feed(part)]
 
 
 def run_stream(data: bytes) -> None:
     control, stream = controlled(data)
     top = (None, 0, 3)[control % 3]
-    whole, refused = outcome(InvalidAnswer, lambda: chunks([stream], top))
-    cut, cut_refused = outcome(InvalidAnswer, lambda: chunks(pieces(stream, control), top))
-    # Equal values of NaN differ.
-    check(repr(whole) == repr(cut), "other chunks when the stream is cut", whole, cut)
-    check((refused is None) == (cut_refused is None), "a stream is refused only in one piece", refused)
+    for reader in (lambda: ChunkReader(top or 0, kv=True), lambda: sglang.SglangReader(top or 0)):
+        whole, refused = outcome(InvalidAnswer, lambda make=reader: chunks([stream], make()))
+        cut, cut_refused = outcome(InvalidAnswer, lambda make=reader: chunks(pieces(stream, control), make()))
+        # Equal values of NaN differ.
+        check(repr(whole) == repr(cut), "other chunks when the stream is cut", whole, cut)
+        check((refused is None) == (cut_refused is None), "a stream is refused only in one piece", refused)
 
 
 def run_answer(data: bytes) -> None:
@@ -59,6 +61,9 @@ def run_answer(data: bytes) -> None:
     top = (None, 0, 3)[control % 3]
     outcome(InvalidAnswer, lambda: read_answer(body, top, kv=control % 2 == 0))
     records, _ = outcome(InvalidAnswer, lambda: prompt_records(body, PROMPT, 2, 2, "s"))
+    check(records is None or [r.token_id for r in records] == [6, 7], "records of another prompt", records)
+    outcome(InvalidAnswer, lambda: sglang.read_answer(body, top or 0))
+    records, _ = outcome(InvalidAnswer, lambda: sglang.prompt_records(body, PROMPT, 2, 2, "s"))
     check(records is None or [r.token_id for r in records] == [6, 7], "records of another prompt", records)
     said = error_of(400, body)
     check(said.isprintable() and len(said) < 1100, "an error that is no line", said)

@@ -10,10 +10,20 @@ from catalogue.fleet import FLEET
 from catalogue.gateway import GATEWAY
 from catalogue.mutation import Mutation
 from catalogue.replica import REPLICA
+from catalogue.sglang import SGLANG
 from catalogue.snapshots import SNAPSHOTS
 from catalogue.tinker import TINKER
 from catalogue.transfer import TRANSFER
 
 __all__ = ["MUTATIONS", "Mutation"]
 
-MUTATIONS: tuple[Mutation, ...] = (*ENGINE, *REPLICA, *GATEWAY, *SNAPSHOTS, *FLEET, *TINKER, *TRANSFER)
+MUTATIONS: tuple[Mutation, ...] = (
+    *ENGINE,
+    *SGLANG,
+    *REPLICA,
+    *GATEWAY,
+    *SNAPSHOTS,
+    *FLEET,
+    *TINKER,
+    *TRANSFER,
+)

@@ -61,6 +61,8 @@ class SglangServer(ServerProcess):
         self._model_dir = model_dir
         self._settings = settings
         self._gpus = gpus
+        # What an attached server's /health says of a pause that its last user left is no matter: that ends first.
+        self.SERVES = "/health" if url is None else self.LIVES
         # Requests may have priorities.
         self.by_priority = False
         # Requests find cached KV at all, in pieces of so many tokens.
