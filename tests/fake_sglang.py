@@ -26,7 +26,7 @@ import numpy as np
 from listening import stop_listening
 
 VOCAB, CONTEXT, EOS = 96, 512, 2
-#: The most tokens of a prompt, which SGLang says, and what it keeps behind it.
+#: What SGLang calls the most tokens of a prompt, and refuses.
 PROMPT_MAX = CONTEXT - 6
 INFO: dict[str, Any] = {
     "version": "0.5.23",
@@ -47,6 +47,7 @@ INFO: dict[str, Any] = {
     "speculative_algorithm": None,
     "enable_hierarchical_cache": False,
     "disaggregation_mode": "null",
+    "allow_auto_truncate": False,
     "stream_interval": 1,
     "enable_watermark": False,
     "preferred_sampling_params": None,
@@ -254,6 +255,9 @@ class FakeSglang:
     async def _generate(self, given: dict[str, Any], writer: asyncio.StreamWriter) -> None:
         if not given.get("input_ids"):
             await self._answer(writer, 400, {"error": {"message": "input_ids cannot be empty."}})
+            return
+        if len(given["input_ids"]) >= PROMPT_MAX:
+            await self._answer(writer, 400, {"error": {"message": "Input length exceeds the maximum"}})
             return
         await self._computing.wait()
         asked, name = given["sampling_params"], given["rid"]

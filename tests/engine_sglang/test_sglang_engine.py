@@ -138,6 +138,7 @@ class TestStart:
             ({"disable_overlap_schedule": False}, "--disable-overlap-schedule"),
             ({"skip_tokenizer_init": False}, "--skip-tokenizer-init"),
             ({"incremental_streaming_output": False}, "--incremental-streaming-output"),
+            ({"allow_auto_truncate": True}, "without --allow-auto-truncate"),
             ({"dp_size": 2}, "without --dp-size"),
             ({"enable_hierarchical_cache": None}, "without --enable-hierarchical-cache"),
             ({"speculative_algorithm": "EAGLE"}, "without --speculative-algorithm"),
@@ -245,6 +246,16 @@ class TestRequests:
             expected = logprobs_of(PROMPT[:16], [(token, fake.weights) for token in PROMPT[16:]])
             assert [record.logprob for record in prompt] == pytest.approx(expected, abs=1e-9)
             assert [len(record.top_logprobs) for record in prompt] == [2] * 4
+
+    @in_a_loop
+    async def test_the_longest_prompt_is_served(self, tmp_path: Path) -> None:
+        async with attached(tmp_path) as (engine, _):
+            prompt = (7,) * (engine._info().max_model_len - 1)
+            sampling = SamplingParams(max_tokens=1)
+            longest = GenerateRequest(request_id="l", prompt=prompt, sampling=sampling)
+            assert (await Stream(engine, longest).end()).finish == "length"
+            longer = GenerateRequest(request_id="m", prompt=(*prompt, 7), sampling=sampling)
+            assert "Input length exceeds" in str((await Stream(engine, longer).end()).error)
 
     @in_a_loop
     async def test_stops_hold_as_asked(self, tmp_path: Path) -> None:

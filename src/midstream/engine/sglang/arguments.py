@@ -72,6 +72,7 @@ NEEDED: dict[str, tuple[tuple[Any, ...], str]] = {
     "speculative_algorithm": ((None,), "without --speculative-algorithm"),
     "enable_hierarchical_cache": ((False,), "without --enable-hierarchical-cache, which outlives a flush"),
     "disaggregation_mode": (("null",), "without --disaggregation-mode"),
+    "allow_auto_truncate": ((False,), "without --allow-auto-truncate"),
     "stream_interval": ((1,), "without --stream-interval"),
     "enable_watermark": ((False, None), "without --enable-watermark"),
     "preferred_sampling_params": ((None,), "without --preferred-sampling-params"),

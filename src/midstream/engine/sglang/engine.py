@@ -339,10 +339,7 @@ class SglangEngine(ServedEngine):
 
     async def until_computing(self) -> None:
         self._boot.check()
-        await self._boot.while_alive(self._wait_computing())
-
-    async def _wait_computing(self) -> None:
-        await self._computing.wait()
+        await self._boot.while_alive(self._computing.wait())
 
     async def pause(self) -> None:
         await self._set_paused(True)

@@ -32,8 +32,6 @@ ENDPOINTS = (
     "/abort_request",
     "/model_info",
 )
-#: SGLang keeps places for what it adds to a prompt. A request of the most tokens has so many behind its prompt at least.
-BEHIND_PROMPT = 1
 
 
 class _OpenApi(msgspec.Struct, frozen=True):
@@ -97,9 +95,9 @@ class SglangServer(ServerProcess):
             raise self._failed(
                 f"the SGLang server at {self.url} does not say how long a prompt may be: {sizes}"
             )
-        prompt, self.kv_tokens, self.page = (int(size or 0) for size in sizes)
+        # It refuses prompts of so many tokens, and ends what is a little longer with its answer.
+        self.max_model_len, self.kv_tokens, self.page = (int(size or 0) for size in sizes)
         self.version = str(info.get("version", ""))
-        self.max_model_len = prompt + BEHIND_PROMPT
         self.on_cpu = info.get("device") == "cpu"
         self.caches = not info.get("disable_radix_cache")
         self.by_priority = by_priority(info)
