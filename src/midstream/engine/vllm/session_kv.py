@@ -17,6 +17,7 @@ import msgspec
 
 from midstream.core.kv import KvStats
 from midstream.core.types import GenerateRequest, SamplingParams
+from midstream.engine.servers.chunks import InvalidAnswer
 from midstream.engine.servers.engine import used_by
 from midstream.engine.servers.scoring import ANSWER_S_MAX
 from midstream.engine.servers.switching import ServerRefused
@@ -161,5 +162,5 @@ class _Turn:
             raise NotHeld(protocol.error_of(answer.status, answer.body))
         try:
             return protocol.read_answer(answer.body).cached or 0
-        except protocol.InvalidAnswer as error:
+        except InvalidAnswer as error:
             raise NotHeld(str(error)) from error
