@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from midstream.core.types import Session
-from midstream.fleet.placement import ARRAYS_FROM, Candidate, Decision, Fleet, load_limit, stays
+from midstream.fleet.placement import ARRAYS_FROM, FILLED_FROM, Candidate, Decision, Fleet, load_limit, stays
 from midstream.fleet.prefixes import Known
 from midstream.fleet.sessions import SessionTable
 
@@ -241,3 +241,16 @@ def test_a_new_session_goes_where_the_kv_cache_has_clearly_more_room() -> None:
     # One whose cache is not known is judged by its sessions, as before.
     unknown = Fleet([Candidate("a", 0, filled=0.9), Candidate("b", 0)])
     assert {n: unknown.place_session(("", f"s{n}"), 1.0)[0].name for n in homes} == homes  # type: ignore[index]
+
+
+def test_room_in_the_kv_cache_is_no_reason_before_one_of_two_replicas_is_half_full() -> None:
+    """Else the first sessions of a run all go to the replica that has none, and leave their sticky places empty."""
+
+    def placed(filled: float) -> dict[int, str]:
+        fleet = Fleet([Candidate("a", 0, filled=filled), Candidate("b", 0, filled=0.0)])
+        return {n: fleet.place_session(("", f"s{n}"), 1.0)[0].name for n in range(40)}  # type: ignore[index]
+
+    homes = placed(0.0)
+    assert set(homes.values()) == {"a", "b"}
+    assert placed(0.2) == placed(FILLED_FROM) == homes
+    assert placed(FILLED_FROM + 0.01) == dict.fromkeys(homes, "b")

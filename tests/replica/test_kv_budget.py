@@ -15,7 +15,7 @@ from tiers import examples
 from midstream.core.errors import InvalidRequest, Overloaded
 from midstream.core.headers import HEADER_EXPECTED_TOKENS
 from midstream.core.types import Session
-from midstream.replica.kv_account import Beginning, KvAccount
+from midstream.replica.kv_account import TURNS_EXPECTED, Beginning, KvAccount
 from midstream.replica.kv_budget import expected_tokens
 from midstream.replica.kv_queue import OVERTAKEN, KvQueue, Waiting
 
@@ -63,10 +63,11 @@ def test_a_need_is_learned_from_what_others_of_its_group_came_to() -> None:
         account.begin(session_of(f"s{n}"), alone(7), 150, 0.0)
         account.end_turn(session_of(f"s{n}"), final, 0.0)
         account.end(session_of(f"s{n}"))
-    assert account.asks(alone(7), 100) == 800
-    # Of those that came so far, most end at 800 at the latest; none is known that came further than this one.
+    assert account.asks(alone(7), 100) == 600
+    # Of those that came so far, most end at 800 at the latest.
     assert account.asks(alone(7), 500) == 800
-    assert account.asks(alone(7), 900) == 900
+    # None is known that came further than this one. Each turn's prompt was 50 tokens longer than the one before.
+    assert account.asks(alone(7), 900) == 900 + TURNS_EXPECTED * 50
     assert account.asks(alone(7), 100, said=150) == 150
     # Whatever is said, it is no more than there is.
     assert account.asks(alone(7), 100, said=10**9) == 10_000
@@ -536,10 +537,10 @@ def test_what_one_more_turn_costs_does_not_grow_with_what_waits() -> None:
     judged = 0
 
     class Counted(KvAccount):
-        def asks(self, first: Beginning, tokens: int, said: int | None = None) -> int:
+        def asks(self, first: Beginning, tokens: int, said: int | None = None, beside: int = 0) -> int:
             nonlocal judged
             judged += 1
-            return super().asks(first, tokens, said)
+            return super().asks(first, tokens, said, beside)
 
     account = Counted()
     account.capacity = 100

@@ -112,7 +112,7 @@ def test_a_client_that_leaves_frees_its_place_and_claims_nothing(tmp_path: Path)
             waiting.cancel()
             # The third fits beside the first.
             assert (await third).status_code == 200
-            assert here.replica.budget.account.claimed == 100
+            assert here.replica.budget.account.of_sessions == 100
             here.replica.budget.account.check()
 
     asyncio.run(main())
@@ -273,5 +273,73 @@ def test_a_turn_that_is_refused_leaves_the_claim_of_another_one_of_its_session(t
             assert here.replica.budget.account.claimed == 60
             gate.set(Door.OPEN)
             assert (await patient).status_code == 200
+
+    asyncio.run(main())
+
+
+def test_a_request_of_several_prompts_and_choices_claims_all_of_them_while_it_runs(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with small(tmp_path) as here:
+            gate, account = here.replica.own.gate, here.replica.budget.account
+            gate.set(Door.HELD)
+            asked = [ask(here, "a")]
+            await here.until(lambda: gate.waiting == 1)
+            prompt = account.live
+            asked.append(ask(here, "b", prompt=["hey b", "hey b"], n=2))
+            await here.until(lambda: gate.waiting == 2)
+            assert account.live == 3 * prompt + 3 * 3
+            # Likewise of one that names no session.
+            asked.append(ask(here, None, prompt=["hey c"] * 2))
+            await here.until(lambda: gate.waiting == 3)
+            assert account.claimed - account.live == 2 * prompt + 3
+            gate.set(Door.OPEN)
+            assert {(await one).status_code for one in asked} == {200}
+            assert account.live == account.between
+
+    asyncio.run(main())
+
+
+def test_a_client_that_a_long_swap_refused_has_its_place_before_those_that_came_later(tmp_path: Path) -> None:
+    async def main() -> None:
+        now = [0.0]
+        async with small(tmp_path, monotonic=lambda: now[0]) as here:
+            await begun(here, "first", "60")
+            impatient = {HEADER_SESSION: "third", "x-fireworks-hot-load-drain-timeout": "0"}
+            body = {"model": MODEL, "prompt": "hey third", "max_tokens": 3}
+            here.replica.own.gate.set(Door.HELD)
+            refused = await here.http.post("/v1/completions", json=body, headers=impatient)
+            assert refused.status_code == 425
+            here.replica.own.gate.set(Door.OPEN)
+            now[0] = 1.0
+            fourth = ask(here, "fourth", "60")
+            await waits(here, 1)
+            now[0] = 2.0
+            again = ask(here, "third", "60")
+            await waits(here, 2)
+            queue = here.replica.budget.queue
+            assert [queue.position(("", key)) for key in ("third", "fourth")] == [1, 2]
+            for key, answer in (("first", again), ("third", fourth)):
+                await close(here, key)
+                assert (await answer).status_code == 200
+
+    asyncio.run(main())
+
+
+def test_a_turn_that_waits_as_its_session_is_closed_goes_on_as_a_new_session(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with small(tmp_path) as here:
+            for key in ("old", "young"):
+                await begun(here, key, "20")
+            # The old one comes to more than anybody expected.
+            long = ask(here, "old", prompt="x" * 95)
+            assert (await long).status_code == 200
+            turn = ask(here, "young")
+            await waits(here, 1)
+            await close(here, "young")
+            assert len(here.replica.budget.queue) == 1
+            assert not here.replica.budget.queue.find(("", "young")).begun  # type: ignore[union-attr]
+            await close(here, "old")
+            assert (await turn).status_code == 200
+            here.replica.budget.account.check()
 
     asyncio.run(main())

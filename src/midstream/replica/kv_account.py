@@ -4,9 +4,9 @@ Owns: one record per session that has begun, and what was learned from those tha
 Always holds:
 - Each token of a context has one owner. What a session found in the cache at its first turn belongs to the session that
   computed it. When that one ends or is silent for too long, it belongs to another that shares it.
-- `of_sessions` is the sum of what the sessions need that are neither over nor silent for too long. `claimed` has requests
-  without a session, too: at most half the cache, as they may wait in the engine, and hold up no session for ever.
-- `live` is the sum of what these sessions have now.
+- `of_sessions` is the sum of what the sessions need that are neither over nor silent for too long. `live` is the sum of what
+  they have now. `claimed` is between them: what they have at once at most, if all grow alike and each ends at its need. It has
+  requests without a session, too: at most half the cache, as they may wait in the engine, and hold up no session for ever.
 - A session needs at least what it has, and at most the whole cache, whatever was said or learned.
 """
 
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from bisect import bisect_right, insort
 from collections import OrderedDict, deque
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -24,8 +25,11 @@ LEARNED_FROM = 256
 #: So many are enough for a group to be judged by its own.
 GROUP_KNOWN_FROM = 4
 GROUPS_MAX = 1024
-#: Of sessions that came to more tokens than this one has, the share that its need covers.
-COVERED = 0.75
+#: Of sessions that came to more tokens than this one has, the share that its need covers; and of answers, likewise.
+COVERED = 0.6
+#: A session that has more than any came to that is known will grow as much again as it grew, as is expected, and in all by so
+#: many turns at least.
+TURNS_EXPECTED = 12
 #: How long a session may be silent before it loses its claim: twice what covers this share of the times between two turns.
 RETURNED = 0.95
 SILENT_S_MIN, SILENT_S_MAX = 5.0, 300.0
@@ -68,23 +72,48 @@ class Recent:
 class SessionNeed:
     """One session that has begun. Tokens.
 
-    first: of its first prompt. held: its context, after its last turn or of the turn that runs. shared: the first of these,
-    which belong to another session. said: what its client says that it comes to. turns: that run. number: grows in the order
-    in which sessions began. counted, live: in the account's `claimed` and `live` so much. learned: what it came to is known to
-    the next ones.
+    first: of its first prompt. opened, asked: tokens of its first prompt, and of its last one. held: its context, after its
+    last turn or of the turn that runs. shared: the first of these, which belong to another session. said: what its client says
+    that it comes to. turns: that run. beside: what these have beside the context, in other choices and prompts. number: grows
+    in the order in which sessions began. counted, live: in the account's `of_sessions` and `live` so much. learned: what it
+    came to is known to the next ones.
     """
 
     first: Beginning
+    opened: int
+    asked: int = 0
     held: int = 0
     shared: int = 0
     said: int | None = None
     turns: int = 0
+    beside: int = 0
     used_at: float = 0.0
     number: int = 0
     counted: int = 0
     live: int = 0
     begun: bool = False
     learned: bool = False
+
+    @property
+    def growth(self) -> int:
+        """What it will have more than now."""
+        return max(0, self.counted - self.live)
+
+
+class Claim(NamedTuple):
+    """What a session has, and what it will have more."""
+
+    live: int
+    growth: int
+
+
+def most_at_once(claims: Iterable[Claim]) -> int:
+    """Of sessions that grow alike, and of which each ends once it has grown: the most that they have at one time."""
+    most = held = 0
+    for count, one in enumerate(sorted(claims, key=lambda claim: -claim.growth), start=1):
+        held += one.live
+        most = max(most, held + count * one.growth)
+    return most
 
 
 class KvAccount:
@@ -104,13 +133,18 @@ class KvAccount:
         # Those of each family that claim, for what they share; and how many each group has.
         self._members: dict[int, dict[Session, SessionNeed]] = {}
         self._mates: dict[int, int] = {}
-        self._finals, self._gaps, self._growth = Recent(), Recent(), Recent()
+        self._finals, self._gaps, self._answers = Recent(), Recent(), Recent()
+        # From the prompt of a turn to that of the next one.
+        self._growth = Recent()
         # Whether a turn had a next one: 1 or 0.
         self._returned = Recent()
         self._by_tenant: dict[str, int] = {}
 
     def __repr__(self) -> str:
         return f"KvAccount({len(self._sessions)} sessions, {self.claimed} of {self.capacity} tokens claimed)"
+
+    def __iter__(self) -> Iterator[Session]:
+        return iter(self._sessions)
 
     def __len__(self) -> int:
         return len(self._sessions)
@@ -120,7 +154,20 @@ class KvAccount:
 
     @property
     def claimed(self) -> int:
-        return self.of_sessions + min(self._without_session, self.capacity // 2)
+        return most_at_once(map(_claim, self._claiming())) + self._of_none
+
+    @property
+    def needed(self) -> int:
+        """What all come to, one after the other."""
+        return self.of_sessions + self._of_none
+
+    @property
+    def _of_none(self) -> int:
+        """Of requests without a session."""
+        return min(self._without_session, self.capacity // 2)
+
+    def _claiming(self) -> Iterator[SessionNeed]:
+        return (one for members in self._members.values() for one in members.values())
 
     @property
     def between(self) -> int:
@@ -132,10 +179,6 @@ class KvAccount:
         """That run. Simulated histories look at it."""
         return sum(one.turns for one in self._sessions.values())
 
-    @property
-    def room(self) -> int:
-        return max(0, self.capacity - self.claimed)
-
     def runs(self, session: Session) -> bool:
         one = self._sessions.get(session)
         return one is not None and one.turns > 0
@@ -146,12 +189,29 @@ class KvAccount:
 
     # -- what is expected
 
-    def asks(self, first: Beginning, tokens: int, said: int | None = None) -> int:
+    def asks(self, first: Beginning, tokens: int, said: int | None = None, beside: int = 0) -> int:
         """What a new session would claim. Its prompt is there already if others of its group are."""
-        return self._need(first, tokens, said) - (tokens if first.group in self._mates else 0)
+        return sum(self._new(first, tokens, said, beside))
 
-    def _need(self, first: Beginning, tokens: int, said: int | None) -> int:
-        """What a session comes to that has so many tokens now."""
+    def admits(self, first: Beginning, tokens: int, said: int | None = None, beside: int = 0) -> bool:
+        """Whether a new session fits beside all that have begun, to the end."""
+        one, room = self._new(first, tokens, said, beside), self.capacity - self._of_none
+        if self.of_sessions + sum(one) <= room:
+            return True
+        return self.live + one.live <= room and most_at_once([one, *map(_claim, self._claiming())]) <= room
+
+    def _new(self, first: Beginning, tokens: int, said: int | None, beside: int) -> Claim:
+        own = 0 if first.group in self._mates else tokens
+        return Claim(own + beside, self._need(first, tokens, said) - self._within(tokens))
+
+    def beside(self, prompts: int, choices: int, most: int) -> int:
+        """What a turn has beside its context: tokens of its other prompts, and of its other choices what is likely, of `most`
+        that each may come to."""
+        answer = self._answers.quantile(COVERED)
+        return prompts + (choices - 1) * (most if answer is None else min(most, int(answer)))
+
+    def _need(self, first: Beginning, tokens: int, said: int | None, grown: int = 0) -> int:
+        """What a session comes to that has so many tokens now. grown: of them, since its first prompt."""
         if said is not None:
             return self._within(max(said, tokens))
         if not self._comes_back():
@@ -161,8 +221,9 @@ class KvAccount:
         finals = self._finals if of_group is None or len(of_group) < GROUP_KNOWN_FROM else of_group
         final = finals.quantile(COVERED, above=tokens)
         if final is None:
-            final = tokens + (self._growth.quantile(COVERED) or 0)
-        return self._within(max(int(final), tokens))
+            of_few = TURNS_EXPECTED * (self._growth.quantile(0.5) or 0) - grown
+            final = tokens + max(grown, of_few)
+        return self._within(int(final))
 
     def _within(self, tokens: int) -> int:
         return min(tokens, self.capacity) if self.capacity else tokens
@@ -182,42 +243,53 @@ class KvAccount:
 
     # -- turns
 
-    def carries(self, session: Session, tokens: int) -> bool:
-        """Whether a next turn with a prompt of so many tokens fits beside what all sessions have now, or else beside what those
-        have that began earlier. The one that began first always fits."""
+    def carries(self, session: Session, tokens: int, beside: int = 0) -> bool:
+        """Whether a next turn with a prompt of so many tokens fits beside what those sessions come to that began earlier. The
+        one that began first always fits. One that claims nothing any more counts as the youngest."""
         one = self._sessions.get(session)
-        if one is None or one.turns or not self.capacity:
+        if not self.capacity or (one is not None and one.turns):
             return True
-        own = max(0, tokens - one.shared)
-        if self.live - one.live + own <= self.capacity:
+        number = self.number(session)
+        before = [_claim(other) for other in self._claiming() if other.number < number]
+        if not any(claim.live for claim in before):
             return True
-        claiming = (other for members in self._members.values() for other in members.values())
-        before = sum(other.live for other in claiming if other.number < one.number)
-        return not before or before + own <= self.capacity
+        if one is None:
+            own = Claim(tokens + beside, 0)
+        else:
+            more = self._need(one.first, tokens, one.said, max(0, tokens - one.opened)) - self._within(tokens)
+            own = Claim(max(0, tokens - one.shared) + beside, more)
+        return most_at_once([own, *before]) <= self.capacity
 
     def number(self, session: Session) -> int:
-        """In the order in which sessions began; one that was closed meanwhile is no later than any."""
+        """In the order in which sessions began; one that claims nothing any more is the last."""
         one = self._sessions.get(session)
-        return 0 if one is None else one.number
+        return self._number + 1 if one is None else one.number
 
     def begin(
-        self, session: Session, first: Beginning, tokens: int, now: float, said: int | None = None
+        self,
+        session: Session,
+        first: Beginning,
+        tokens: int,
+        now: float,
+        said: int | None = None,
+        beside: int = 0,
     ) -> None:
         """A turn with a prompt of so many tokens begins. A session that was silent for too long has its claim again."""
         one = self._sessions.get(session)
         if one is None:
             self._number += 1
-            one = self._sessions[session] = SessionNeed(first, number=self._number)
+            one = self._sessions[session] = SessionNeed(first, tokens, number=self._number)
             one.shared = tokens if first.group in self._mates else 0
         elif not one.turns and one.begun:
             self._gaps.add(now - one.used_at)
             self._returned.add(1)
             one.learned = False
-            if tokens > one.held:
-                self._growth.add(tokens - one.held)
+            self._growth.add(max(0, tokens - one.asked))
         self._enrol(session, one)
         one.said = said if said is not None else one.said
+        one.asked = tokens
         one.turns += 1
+        one.beside += beside
         one.used_at = now
         one.held = max(one.held, tokens) if one.turns > 1 else tokens
         one.shared = min(one.shared, one.held)
@@ -235,14 +307,17 @@ class KvAccount:
             one.shared = 0 if len(members) == 1 else min(max(cached, one.shared), one.held)
             self._count(session, one)
 
-    def end_turn(self, session: Session, tokens: int, now: float) -> None:
-        """tokens: of the whole context now; 0: nothing was computed."""
+    def end_turn(self, session: Session, tokens: int, now: float, beside: int = 0) -> None:
+        """tokens: of the whole context now; 0: nothing was computed. beside: as the turn began with."""
         one = self._sessions.get(session)
         if one is None:
             return
         # A turn of a session that was closed and began again may end first.
         self._enrol(session, one)
         one.turns = max(0, one.turns - 1)
+        one.beside = max(0, one.beside - beside) if one.turns else 0
+        if tokens > one.held:
+            self._answers.add(tokens - one.held)
         one.used_at, one.begun = now, one.begun or tokens > 0
         one.held = max(one.held, tokens)
         if not one.turns:
@@ -303,14 +378,19 @@ class KvAccount:
         assert sum(map(len, self._members.values())) == sum(self._mates.values())
         assert self.of_sessions == sum(counted.values())
         assert self.live == sum(one.live for one in self._sessions.values())
-        assert all(one.live in (0, one.held - one.shared) for one in self._sessions.values())
+        for one in self._sessions.values():
+            assert one.live in (0, one.held - one.shared + one.beside)
+            assert one.beside == 0 or one.turns, "what no turn has is claimed"
+        assert self.live <= most_at_once(map(_claim, self._claiming())) <= max(self.of_sessions, self.live)
 
     # -- inside
 
     def _count(self, session: Session, one: SessionNeed) -> None:
-        self.live += one.held - one.shared - one.live
-        one.live = one.held - one.shared
-        self._set(session, one, max(0, self._need(one.first, one.held, one.said) - one.shared))
+        live = one.held - one.shared + one.beside
+        self.live += live - one.live
+        one.live = live
+        need = self._need(one.first, one.held, one.said, max(0, one.held - one.opened))
+        self._set(session, one, max(0, need - one.shared) + one.beside)
 
     def _set(self, session: Session, one: SessionNeed, tokens: int) -> None:
         if not tokens:
@@ -368,3 +448,7 @@ class KvAccount:
             other.shared -= passed
             one.shared += passed
             self._count(heir, other)
+
+
+def _claim(one: SessionNeed) -> Claim:
+    return Claim(one.live, one.growth)

@@ -40,7 +40,8 @@ class MeasuredTurn(Protocol):
 
 @dataclass(eq=False, slots=True)
 class KvTurn:
-    """A request before its turn. session: None: it has none. tokens: of its longest prompt. said: as its header says."""
+    """A request before its turn. session: None: it has none. prompt: its longest one. others: tokens of its other prompts.
+    choices: of all prompts, each of `most` tokens at most. said: as its header says."""
 
     session: Session | None
     prompt: tuple[int, ...]
@@ -48,13 +49,19 @@ class KvTurn:
     apart: str = ""
     said: int | None = None
     priority: int = 0
+    others: int = 0
+    choices: int = 1
+    most: int = 0
     #: It is a stream that another replica began.
     resumed: bool = False
     #: A trainer ended it.
     over: Callable[[], bool] = lambda: False
     #: Its gate would refuse it now, and not for long.
     shut: Callable[[], bool] = lambda: False
-    #: Of its place when it came, if it had to wait; and how long it waited.
+    #: What it claims beside its context, while it runs.
+    beside: int = 0
+    #: Since when it has its place in the queue; what that was when it came, if it had to wait; and how long it waited.
+    came_at: float = 0.0
     position: int = 0
     waited_s: float = 0.0
     #: What has its measures once it has ended. None: it was not let in.
@@ -114,15 +121,21 @@ class KvBudget:
         session, now = turn.session, self._monotonic()
         self._look()
         tokens = len(turn.prompt)
+        turn.beside = self.account.beside(turn.others, turn.choices, turn.most)
         if session is None:
-            self.account.without_session(tokens)
+            self.account.without_session(tokens + turn.beside)
             return
         first = beginning(turn)
         self.account.demote(now)
         one = Waiting(session, first, tokens, turn.said, turn.priority, now, over=turn.over, shut=turn.shut)
-        one.begun = turn.resumed or session in self.account or self._known(session)
-        if not self._open or not self.queue.join(one):
-            self.account.begin(session, first, tokens, now, turn.said)
+        one.beside = turn.beside
+        one.begun = session in self.account or self._known(session)
+        # A stream that another replica began does not stand still here.
+        goes = not self._open or (turn.resumed and session not in self.account)
+        waits = not goes and self.queue.join(one)
+        turn.came_at = one.came_at
+        if not waits:
+            self.account.begin(session, first, tokens, now, turn.said, turn.beside)
             return
         turn.position = self.queue.position(session) or 1
         going = asyncio.Event()
@@ -133,7 +146,7 @@ class KvBudget:
         except asyncio.CancelledError:
             self.queue.leave(one, self._monotonic())
             if going.is_set():
-                self._over(session, 0)
+                self._over(turn, session, 0)
             self._settle()
             raise
         turn.waited_s = self._monotonic() - now
@@ -141,17 +154,20 @@ class KvBudget:
     def leave(self, turn: KvTurn, context: int) -> None:
         """The turn is over. context: tokens of the session now; 0: nothing was computed."""
         if turn.session is None:
-            self.account.without_session(-len(turn.prompt))
+            self.account.without_session(-len(turn.prompt) - turn.beside)
         else:
-            self._over(turn.session, context)
+            self._over(turn, turn.session, context)
         self._settle()
 
-    def _over(self, session: Session, context: int) -> None:
-        self.account.end_turn(session, context, self._monotonic())
+    def _over(self, turn: KvTurn, session: Session, context: int) -> None:
+        now = self._monotonic()
+        self.account.end_turn(session, context, now, turn.beside)
         if not self._known(session) and not self.account.runs(session):
             # It was refused behind, or was closed meanwhile.
             self.account.end(session)
             self._ended(session)
+            if turn.measured is None:
+                self.queue.keep_place(session, turn.came_at, now)
 
     @contextmanager
     def turn(self, turn: KvTurn, timings: Timings) -> Iterator[None]:
@@ -172,6 +188,7 @@ class KvBudget:
     def end(self, session: Session) -> None:
         """The session is over. What a turn of it that still runs leaves in the cache goes with the turn."""
         self._ended(session)
+        self.queue.ended(session)
         if self.account.end(session):
             self._settle()
 
@@ -208,7 +225,9 @@ class KvBudget:
             position=self.queue.position(session) or 1,
             waited_s=max(0.0, self._monotonic() - one.came_at),
             begun=one.begun,
-            needs_tokens=one.tokens if one.begun else account.asks(one.first, one.tokens, one.said),
+            needs_tokens=one.tokens
+            if one.begun
+            else account.asks(one.first, one.tokens, one.said, one.beside),
             claimed_tokens=account.claimed,
             budget_tokens=account.capacity,
             sessions=len(account),

@@ -2,8 +2,8 @@
 
 Owns: the queue of turns. Pure: times are parameters, and what follows is a call.
 Always holds:
-- A turn of a session that has begun goes before all new ones. It waits only while the contexts of the sessions that began
-  before it leave it no room. So the session that began first never waits, and one after the other ends.
+- A turn of a session that has begun goes before all new ones. It waits only while the sessions that began before it are
+  expected to leave it no room. So the session that began first never waits, and one after the other ends.
 - Nothing waits while nothing is known of the cache.
 - Of equal priority and tenant, the one that came first goes first, also if a later one would fit. So no large one starves.
 - Between tenants the one that claims least goes first. Nobody is overtaken by more than OVERTAKEN of what was before it.
@@ -23,7 +23,8 @@ from midstream.core.errors import Overloaded
 from midstream.core.types import Session
 from midstream.replica.kv_account import Beginning, KvAccount
 
-#: A client that left, as its own time limit was over, has its place again if it comes back within so long.
+#: A client that had no turn, as its own time limit was over or a swap took too long, has its place again if it comes back
+#: within so long.
 PLACE_KEPT_S = 60.0
 PLACES_MAX = 4096
 #: By this share of the tokens that were before it when it came, others may go before it.
@@ -34,8 +35,8 @@ RETRY_S_MAX = 60
 @dataclass(eq=False, slots=True)
 class Waiting:
     """One turn. shut: its gate would refuse it now, and not for long. over: nothing holds it any more. begun: its session has
-    begun. asked: what it would claim more, when it came. ahead: tokens that were claimed or waited for before it. overtaken: by
-    those that came later."""
+    begun. beside: what it has beside its context. asked: what it would claim more, when it came. ahead: tokens that were
+    claimed or waited for before it. overtaken: by those that came later."""
 
     session: Session
     first: Beginning
@@ -47,6 +48,7 @@ class Waiting:
     over: Callable[[], bool] = lambda: False
     shut: Callable[[], bool] = lambda: False
     begun: bool = False
+    beside: int = 0
     asked: int = 0
     ahead: int = 0
     overtaken: int = 0
@@ -76,16 +78,16 @@ class KvQueue:
     def fits(self, one: Waiting) -> bool:
         account = self.account
         if one.begun:
-            return account.carries(one.session, one.tokens)
+            return account.carries(one.session, one.tokens, one.beside)
         if not account.capacity or not account.of_sessions:
             return True
-        return self._asks(one) <= account.room
+        return account.admits(one.first, one.tokens, one.said, one.beside)
 
     def _asks(self, one: Waiting) -> int:
         """What it would claim more."""
         if one.begun:
             return 0
-        return self.account.asks(one.first, one.tokens, one.said)
+        return self.account.asks(one.first, one.tokens, one.said, one.beside)
 
     def join(self, one: Waiting) -> bool:
         """Whether it has to wait. Raises Overloaded. One that need not wait is to `begin` in the account at once."""
@@ -99,7 +101,7 @@ class KvQueue:
                 f"{alike} {what} wait for room in the KV cache, and more may not; retry it later",
                 retry_after_s=min(RETRY_S_MAX, max(1, round(self._last_wait_s))),
             )
-        one.asked, one.ahead = self._asks(one), self.account.claimed + self._asked
+        one.asked, one.ahead = self._asks(one), self.account.needed + self._asked
         self._begun += one.begun
         self._asked += one.asked
         came_at, left_at = self._left.pop(one.session, (one.came_at, one.came_at))
@@ -112,9 +114,22 @@ class KvQueue:
         """Its client left."""
         if one in self._waiting:
             self._drop(one)
-            self._left[one.session] = one.came_at, now
-            if len(self._left) > PLACES_MAX:
-                self._left.popitem(last=False)
+            self.keep_place(one.session, one.came_at, now)
+
+    def keep_place(self, session: Session, came_at: float, now: float) -> None:
+        """It has had no turn, and its client may ask again."""
+        self._left[session] = came_at, now
+        if len(self._left) > PLACES_MAX:
+            self._left.popitem(last=False)
+
+    def ended(self, session: Session) -> None:
+        """What waits of the session begins a new one."""
+        for one in self._waiting:
+            if one.session == session and one.begun:
+                one.begun = False
+                self._begun -= 1
+                one.asked = self._asks(one)
+                self._asked += one.asked
 
     def position(self, session: Session) -> int | None:
         """From 1; None: it does not wait."""
@@ -159,7 +174,7 @@ class KvQueue:
 
     def _begin(self, one: Waiting, now: float) -> None:
         self._drop(one)
-        self.account.begin(one.session, one.first, one.tokens, now, one.said)
+        self.account.begin(one.session, one.first, one.tokens, now, one.said, one.beside)
         one.go()
 
     def _next(self) -> Waiting | None:

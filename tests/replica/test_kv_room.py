@@ -1,0 +1,175 @@
+"""What fits into a KV cache beside what sessions are expected to come to: growth, choices, sessions that were closed."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiers import examples
+
+from midstream.replica.kv_account import (
+    GROUP_KNOWN_FROM,
+    TURNS_EXPECTED,
+    Beginning,
+    Claim,
+    KvAccount,
+    most_at_once,
+)
+from midstream.replica.kv_queue import KvQueue, Waiting
+
+
+def alone(number: int) -> Beginning:
+    return Beginning(number, number)
+
+
+def account_of(capacity: int) -> KvAccount:
+    account = KvAccount()
+    account.capacity = capacity
+    return account
+
+
+def turns(account: KvAccount, name: str, group: Beginning, *contexts: int, at: float = 0.0) -> None:
+    """One turn for each context: the prompt is what was there before, the first one half of the first context."""
+    before = contexts[0] // 2
+    for context in contexts:
+        account.begin(("", name), group, before, at)
+        account.found(("", name), 0)
+        account.end_turn(("", name), context, at)
+        before = context
+
+
+# -- growth
+
+
+@settings(max_examples=examples(200), deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), max_size=7))
+def test_the_most_at_once_is_what_sessions_have_that_grow_token_by_token(
+    sizes: list[tuple[int, int]],
+) -> None:
+    steps = [sum(live + step for live, growth in sizes if growth >= step) for step in range(31)]
+    assert most_at_once(Claim(*size) for size in sizes) == max(steps)
+
+
+def test_a_session_begins_beside_one_that_ends_before_it_has_grown() -> None:
+    """Their needs together are 140 of 100. One after the other they have 90 at most."""
+    account = account_of(100)
+    account.begin(("", "old"), alone(1), 60, 0.0, said=70)
+    assert account.admits(alone(2), 10, said=70)
+    assert not account.admits(alone(2), 10 + 11, said=80)
+    account.begin(("", "new"), alone(2), 10, 0.0, said=70)
+    assert (account.of_sessions, account.claimed) == (140, 90)
+    account.check()
+
+
+def test_sessions_that_grow_alike_need_room_for_all_of_it() -> None:
+    account = account_of(100)
+    account.begin(("", "a"), alone(1), 10, 0.0, said=60)
+    assert account.admits(alone(2), 10, said=50)
+    assert not account.admits(alone(2), 11, said=60)
+
+
+def test_of_the_first_sessions_the_youngest_pause_before_their_histories_are_long() -> None:
+    """Nobody knows what they come to. Each grew by 20 tokens: the cache has room for what they have, not for what comes."""
+    account = account_of(400)
+    for n in range(8):
+        turns(account, f"s{n}", alone(n), 20, 40)
+    assert account.live == 8 * 40 < account.capacity
+    goes_on = [account.carries(("", f"s{n}"), 40) for n in range(8)]
+    assert goes_on == [True] * 3 + [False] * 5
+    # As soon as it is known what they come to, they go on one after the other.
+    for n in range(GROUP_KNOWN_FROM):
+        turns(account, f"known{n}", alone(100 + n), 45)
+        account.end(("", f"known{n}"))
+    for n in range(8):
+        assert account.carries(("", f"s{n}"), 40)
+        turns(account, f"s{n}", alone(n), 40)
+
+
+def test_a_session_that_has_more_than_any_that_ended_grows_as_much_again() -> None:
+    account = account_of(10_000)
+    turns(account, "long", alone(1), 20, 1000)
+    grown = 1000 - 10
+    assert account.of_sessions == 1000 + max(grown, TURNS_EXPECTED * 10 - grown)
+
+
+# -- several choices
+
+
+def test_a_turn_of_several_choices_claims_each_of_them_while_it_runs() -> None:
+    account = account_of(1000)
+    beside = account.beside(30, 4, 50)
+    assert beside == 30 + 3 * 50
+    account.begin(("", "s"), alone(1), 100, 0.0, beside=beside)
+    assert (account.live, account.claimed) == (280, 280)
+    assert not account.admits(alone(2), 721)
+    account.found(("", "s"), 0)
+    account.end_turn(("", "s"), 120, 1.0, beside)
+    account.check()
+    assert account.live == 120
+    # What answers come to is learned, and is no more than what the request allows.
+    assert (account.beside(0, 4, 50), account.beside(0, 4, 5)) == (60, 15)
+
+
+def test_turns_of_one_session_that_overlap_take_only_their_own_choices_out() -> None:
+    account = account_of(1000)
+    for beside in (30, 50):
+        account.begin(("", "s"), alone(1), 100, 0.0, beside=beside)
+    account.end_turn(("", "s"), 0, 1.0, 30)
+    account.check()
+    assert account.live == 150
+    account.end_turn(("", "s"), 0, 1.0, 50)
+    account.check()
+    assert account.live == 100
+
+
+# -- sessions that were closed
+
+
+@pytest.mark.parametrize("closed", [True, False])
+def test_a_turn_of_a_session_that_was_closed_waits_for_room_as_a_new_one(closed: bool) -> None:
+    account = account_of(100)
+    queue = KvQueue(account, waiting_max=9)
+    for n in range(2):
+        account.begin(("", f"s{n}"), alone(n), 45, 0.0)
+        account.end_turn(("", f"s{n}"), 50, 0.0)
+    account.begin(("", "s0"), alone(0), 90, 1.0)
+    went: list[str] = []
+    turn = Waiting(("", "s1"), alone(1), 60, None, 0, 1.0, go=lambda: went.append("s1"), begun=True)
+    assert queue.join(turn)
+    if closed:
+        account.end(("", "s1"))
+        queue.ended(("", "s1"))
+    queue.admit(2.0)
+    assert went == [], "it began without room"
+    assert (turn.begun, queue.position(("", "s1"))) == (not closed, 1)
+    account.end(("", "s0"))
+    queue.admit(3.0)
+    assert went == ["s1"]
+    account.check()
+
+
+def test_a_turn_of_a_rewarded_session_waits_for_room_before_all_new_ones() -> None:
+    account = account_of(100)
+    queue = KvQueue(account, waiting_max=9)
+    account.begin(("", "runs"), alone(0), 90, 0.0)
+    order: list[str] = []
+    for name, begun in (("new", False), ("rewarded", True)):
+        turn = Waiting(("", name), alone(hash(name)), 60, None, 0, 1.0, begun=begun)
+        turn.go = lambda name=name: order.append(name)  # type: ignore[misc]
+        assert queue.join(turn), f"{name} began without room"
+    account.end(("", "runs"))
+    queue.admit(2.0)
+    assert order == ["rewarded"]
+
+
+def test_one_that_left_behind_the_queue_has_its_place_again_for_a_time() -> None:
+    """A swap that took too long refused it."""
+    account = account_of(100)
+    queue = KvQueue(account, waiting_max=9)
+    account.begin(("", "runs"), alone(0), 100, 0.0)
+    assert queue.join(Waiting(("", "waits"), alone(1), 50, None, 0, 5.0))
+    queue.keep_place(("", "refused"), 1.0, 100.0)
+    queue.keep_place(("", "late"), 2.0, 30.0)
+    for name in ("refused", "late"):
+        assert queue.join(Waiting(("", name), alone(hash(name)), 50, None, 0, 101.0))
+    assert [queue.position(("", name)) for name in ("refused", "waits", "late")] == [1, 2, 3]
