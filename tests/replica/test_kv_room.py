@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiers import examples
 
+from midstream.core.kv import KvStats
 from midstream.replica.kv_account import (
     GROUP_KNOWN_FROM,
     TURNS_EXPECTED,
@@ -15,6 +18,7 @@ from midstream.replica.kv_account import (
     KvAccount,
     most_at_once,
 )
+from midstream.replica.kv_budget import KvBudget, KvTurn
 from midstream.replica.kv_queue import KvQueue, Waiting
 
 
@@ -173,3 +177,40 @@ def test_one_that_left_behind_the_queue_has_its_place_again_for_a_time() -> None
     for name in ("refused", "late"):
         assert queue.join(Waiting(("", name), alone(hash(name)), 50, None, 0, 101.0))
     assert [queue.position(("", name)) for name in ("refused", "waits", "late")] == [1, 2, 3]
+
+
+# -- claims that lapse
+
+
+@pytest.mark.parametrize("by", ["report", "turn"])
+def test_whoever_looks_at_claims_that_lapsed_lets_in_what_waits_for_them(by: str) -> None:
+    """Found by a simulated history: a report ended the claim, and the one that waited for it began when its timer was due."""
+    now = [0.0]
+    budget = KvBudget(
+        share=1.0,
+        waiting_max=9,
+        stats=lambda: KvStats(block_tokens=1, total=100),
+        known=lambda session: session[1] in ("silent", "runs"),
+        ended=lambda session: None,
+        monotonic=lambda: now[0],
+    )
+
+    def turn(name: str, said: int) -> KvTurn:
+        return KvTurn(("", name), (hash(name),) * 10, said=said)
+
+    async def main() -> None:
+        for one in (silent := turn("silent", 60), turn("runs", 20)):
+            await budget.enter(one)
+        budget.leave(silent, 10)
+        waiting = asyncio.ensure_future(budget.enter(turn("waits", 70)))
+        await asyncio.sleep(0)
+        assert len(budget.queue) == 1
+        now[0] = 1000.0
+        if by == "report":
+            assert budget.report().waiting == 0
+        else:
+            await budget.enter(turn("runs", 20))
+        assert len(budget.queue) == 0
+        await waiting
+
+    asyncio.run(main())

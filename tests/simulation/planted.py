@@ -32,7 +32,9 @@ from midstream.proxy.resume import END, ResumeLog
 from midstream.proxy.route import Judgement
 from midstream.proxy.versions import VersionJudge
 from midstream.replica.gate import Gate
+from midstream.replica.kv_account import KvAccount
 from midstream.replica.kv_budget import KvBudget
+from midstream.replica.kv_queue import KvQueue
 from midstream.replica.namespaces import Namespaces
 from midstream.replica.pins import Pins
 from midstream.replica.policies import ServedPolicies
@@ -416,6 +418,48 @@ def _turns_are_never_over() -> None:
     KvBudget.leave = lambda self, turn, context: None  # type: ignore[method-assign]
 
 
+def _ends_free_nothing() -> None:
+    """The KV budget does not learn of the end of a session."""
+    KvBudget.end = lambda self, session: None  # type: ignore[method-assign]
+
+
+def _turns_are_let_in_twice() -> None:
+    """A turn that waited is counted once more as it begins."""
+    before = KvQueue._begin
+
+    def begin(self: KvQueue, one: Any, now: float) -> None:
+        self.account.begin(one.session, one.first, one.tokens, now, one.said, one.beside)
+        before(self, one, now)
+
+    KvQueue._begin = begin  # type: ignore[method-assign]
+
+
+def _who_waits_is_never_woken() -> None:
+    """Room that becomes free is given to nobody, until the next one comes."""
+    before = KvBudget.leave
+
+    def leave(self: KvBudget, turn: Any, context: int) -> None:
+        settle, self._settle = self._settle, lambda: None  # type: ignore[method-assign]
+        before(self, turn, context)
+        self._settle = settle  # type: ignore[method-assign]
+
+    KvBudget.leave = leave  # type: ignore[method-assign]
+
+
+def _a_choice_is_free() -> None:
+    """What a turn has beside its context is never taken out of the books."""
+    before = KvAccount.end_turn
+
+    def end_turn(self: KvAccount, session: Any, tokens: int, now: float, beside: int = 0) -> None:
+        one = self._sessions.get(session)
+        kept = 0 if one is None else one.beside
+        before(self, session, tokens, now, 0)
+        if one is not None and kept:
+            one.beside = kept
+
+    KvAccount.end_turn = end_turn  # type: ignore[method-assign]
+
+
 def _rebases_write_the_parent() -> None:
     """Replicas digest, and write, the whole files of a snapshot's parent in its place."""
     before = ChainFetcher.digest
@@ -444,6 +488,10 @@ IN_PUSHES = frozenset(
 )
 #: And those that only histories of `--rebases` find.
 IN_REBASES = frozenset(("rebases_write_the_parent",))
+#: And those that only histories of `--agents` find.
+IN_AGENTS = frozenset(
+    ("ends_free_nothing", "turns_are_let_in_twice", "who_waits_is_never_woken", "a_choice_is_free")
+)
 #: A seed that finds it, and what it then says; `simulate.py --prove` looks for other seeds where that one does not any more.
 FOUND_AT = {
     "namespace_kept": (0, "is reused under"),
@@ -482,4 +530,8 @@ FOUND_AT = {
     "engines_compute_between_start_and_commit": (9, "computes:"),
     "uncertain_weights_serve": (12, "computes:"),
     "rebases_write_the_parent": (2, "others than it has"),
+    "ends_free_nothing": (0, "counts sessions that nobody holds"),
+    "turns_are_let_in_twice": (2, "nobody"),
+    "who_waits_is_never_woken": (0, "and there is room"),
+    "a_choice_is_free": (0, "do not balance"),
 }

@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import simstrikes
+from simagents import AGENTS, Agents, check_books, empty_after_silence
+from simagents import kinds as agent_kinds
 from simclient import Broken, Oracle, Rollout, Wrong, exchange
 from simdisk import Trouble as DiskTrouble
 from simloop import HistoryTooLong
@@ -75,13 +77,16 @@ class Plan:
     policy_clients: int
     #: Of engines that take weights in place.
     ranks: int = 0
+    agents: int = 0
 
 
-def plan_of(seed: int, *, pushes: bool = False, rebases: bool = False) -> Plan:
+def plan_of(seed: int, *, pushes: bool = False, rebases: bool = False, agents: bool = False) -> Plan:
     """pushes: all of them push, and somebody is struck in a phase of a push. rebases: there are more deltas, and each chain of
-    one or two of them is long."""
+    one or two of them is long. agents: beside the other clients, some whose sessions do not fit into the caches."""
     if rebases:
         return _plan_of_rebases(seed)
+    if agents:
+        return _plan_of_agents(seed)
     return _plan_of_pushes(seed) if pushes else _plan(seed)
 
 
@@ -94,6 +99,13 @@ def _plan_of_rebases(seed: int) -> Plan:
     plan.settings["gateway"]["chain_rebase"] = rng.choice((1, 1, 2))
     in_order = sorted((*plan.entries, *signals, *joins), key=lambda entry: entry.at)
     return replace(plan, entries=tuple(in_order))
+
+
+def _plan_of_agents(seed: int) -> Plan:
+    plan, rng = _plan(seed), random.Random(f"{seed} agents")
+    made = [Entry(round(at, 3), kind, value) for at, kind, value in agent_kinds(rng)]
+    in_order = sorted((*plan.entries, *made), key=lambda entry: entry.at)
+    return replace(plan, entries=tuple(in_order), agents=rng.randint(*AGENTS))
 
 
 def _plan_of_pushes(seed: int) -> Plan:
@@ -247,9 +259,10 @@ class History:
         *,
         pushes: bool = False,
         rebases: bool = False,
+        agents: bool = False,
     ) -> None:
         self.seed = seed
-        self.plan = plan_of(seed, pushes=pushes, rebases=rebases)
+        self.plan = plan_of(seed, pushes=pushes, rebases=rebases, agents=agents)
         self._left_out = frozenset(left_out)
         self.world = World(seed, model_dir)
         self.world.ranks = self.plan.ranks
@@ -266,6 +279,7 @@ class History:
             self._count,
         )
         self._policies = Policies(PORT, self.world, BUCKET, weights, self._say, seed)
+        self._agents = Agents(PORT, self.world, seed, self._count)
         limits = self.plan.settings.get("push", PushSettings())
         strikes = Strikes(self.world, self._say, self._upset, self._disturb) if pushes else None
         self._strikes = strikes
@@ -326,6 +340,10 @@ class History:
             client = self._policies.client(number, self.seed)
             self._clients.append(client)
             self._clients_run.append(world.outside(client.name, client.run()))
+        for number in range(self.plan.agents):
+            self._clients_run.append(world.outside(f"agent-{number}", self._agents.run(number)))
+        if self.plan.agents:
+            world.outside("books", self._agents.watch())
         for number, entry in enumerate(self.plan.entries):
             if number not in self._left_out:
                 self._entries.append(world.outside(f"entry {number}", self._befall(begun, entry)))
@@ -544,6 +562,7 @@ class History:
                 process.engine.stalled_until = 0.0
         for client in (*self._clients, *self._samplers):
             client.over = True
+        self._agents.stop()
         self._say("calm")
         self._count("calm")
         ending = world.outside("end", self._end())
@@ -642,6 +661,8 @@ class History:
             if process.alive and (gate.inside or gate.choices or gate.waiting or len(pins)):
                 raise Wrong(f"{process} has {gate} and {pins}, and nobody asked for anything")
             budget = replica.budget
-            budget.account.check()
             if process.alive and (budget.account.turns or len(budget.queue)):
                 raise Wrong(f"{process} counts turns in {budget}, and nobody asked for anything")
+        check_books(self.world)
+        self._agents.nothing_is_left()
+        empty_after_silence(self.world)

@@ -132,17 +132,18 @@ _ADDR_NO_RANDOMIZE = 0x0040000
 
 @dataclass(frozen=True)
 class Bed:
-    """What every history of a run is made from. plant: the name of a planted fault. pushes, rebases: as of plan_of."""
+    """What every history of a run is made from. plant: the name of a planted fault. pushes, rebases, agents: as of plan_of."""
 
     directory: Path
     weights: Weights
     plant: str | None = None
     pushes: bool = False
     rebases: bool = False
+    agents: bool = False
 
     @property
     def kind(self) -> dict[str, bool]:
-        return {"pushes": self.pushes, "rebases": self.rebases}
+        return {"pushes": self.pushes, "rebases": self.rebases, "agents": self.agents}
 
 
 def run_one(bed: Bed, seed: int, left_out: tuple[int, ...] = ()) -> dict[str, Any]:
@@ -292,7 +293,7 @@ def report(bed: Bed, seeds: Sequence[int], processes: int, keep_going: bool, str
 
 def prove(bed: Bed, among: Sequence[int], processes: int) -> int:
     """Plants each fault in turn, or those of `bed` alone, and says which seed finds it first; the exit code."""
-    from planted import FOUND_AT, IN_PUSHES, IN_REBASES, PLANTED
+    from planted import FOUND_AT, IN_AGENTS, IN_PUSHES, IN_REBASES, PLANTED
 
     missed = 0
     for name in PLANTED if bed.plant is None else bed.plant.split(","):
@@ -300,7 +301,8 @@ def prove(bed: Bed, among: Sequence[int], processes: int) -> int:
         seed, words = FOUND_AT.get(name, (among[0], ""))
         seeds = [seed, *among]
         histories = ((seed, ()) for seed in seeds)
-        planted = dataclasses.replace(bed, plant=name, pushes=name in IN_PUSHES, rebases=name in IN_REBASES)
+        kind = {"pushes": name in IN_PUSHES, "rebases": name in IN_REBASES, "agents": name in IN_AGENTS}
+        planted = dataclasses.replace(bed, plant=name, **kind)
         outcomes = run_many(planted, histories, processes)
         said_wrong = ((one["seed"], wrong) for one in outcomes for wrong in one["wrong"])
         found = next((one for one in said_wrong if words in one[1]), None)
@@ -332,6 +334,11 @@ def main() -> int:
     parser.add_argument(
         "--rebases", action="store_true", help="histories of long chains of deltas, which are rebased"
     )
+    parser.add_argument(
+        "--agents",
+        action="store_true",
+        help="histories with agents, whose sessions wait for room in KV caches",
+    )
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     parser.add_argument(
         "--keep-going", action="store_true", help="go on behind the first history that is wrong"
@@ -354,7 +361,7 @@ def main() -> int:
     os.environ |= {"AWS_ACCESS_KEY_ID": "sim", "AWS_SECRET_ACCESS_KEY": "simulated", "AWS_REGION": "sim"}
     with tempfile.TemporaryDirectory() as place:
         made = model_and_weights(arguments.bed or Path(place))
-        bed = Bed(*made, arguments.plant, arguments.pushes, arguments.rebases)
+        bed = Bed(*made, arguments.plant, arguments.pushes, arguments.rebases, arguments.agents)
         # Before the forks.
         import planted  # noqa: F401
 

@@ -24,6 +24,8 @@ BLOCKS = [
 PUSHES = [slow((0, 4)), variant((4, 46))]
 #: Likewise of histories with long chains of deltas.
 REBASES = [slow((2, 4)), variant((4, 44))]
+#: Likewise of histories with agents, whose sessions wait for room in KV caches.
+AGENTS = [slow((2, 4)), variant((4, 30))]
 #: Histories that failed once, and why. A change of the simulation makes other histories of these seeds: planted.py keeps the
 #: faults themselves.
 FOUND = {
@@ -65,6 +67,8 @@ FOUND_AT_ONCE = frozenset(
         "gate_is_not_drained",
         "sessions_are_forgotten",
         "everybody_is_admitted",
+        "ends_free_nothing",
+        "who_waits_is_never_woken",
         "nothing_is_started_again",
         "two_replicas_have_one_rank",
         "received_weights_serve_at_once",
@@ -131,6 +135,17 @@ def test_nothing_is_wrong_when_chains_begin_again_at_whole_files(block: tuple[in
     said = simulate(bed, "--rebases", "--seeds", f"{first}:{last}", "--processes", "1", "--keep-going")
     assert f"{last - first:8} end: well" in said
     assert "end: rebased" in said
+
+
+@pytest.mark.parametrize("block", AGENTS, ids=str)
+def test_no_kv_is_claimed_for_nothing_and_nothing_waits_where_there_is_room(
+    block: tuple[int, int], bed: Path
+) -> None:
+    first, last = block
+    said = simulate(bed, "--agents", "--seeds", f"{first}:{last}", "--processes", "1", "--keep-going")
+    assert f"{last - first:8} end: well" in said
+    for seen in ("agent: 200, waited", "agent: 200, at once", "agent: close 200", "agent: reward 200"):
+        assert seen in said
 
 
 @pytest.mark.variant

@@ -126,7 +126,7 @@ class KvBudget:
             self.account.without_session(tokens + turn.beside)
             return
         first = beginning(turn)
-        self.account.demote(now)
+        self._lapse()
         one = Waiting(session, first, tokens, turn.said, turn.priority, now, over=turn.over, shut=turn.shut)
         one.beside = turn.beside
         one.begun = session in self.account or self._known(session)
@@ -136,6 +136,8 @@ class KvBudget:
         turn.came_at = one.came_at
         if not waits:
             self.account.begin(session, first, tokens, now, turn.said, turn.beside)
+            # It may need less than it was expected to.
+            self._settle()
             return
         turn.position = self.queue.position(session) or 1
         going = asyncio.Event()
@@ -235,7 +237,7 @@ class KvBudget:
 
     def report(self) -> KvWaits:
         account = self.account
-        account.demote(self._monotonic())
+        self._lapse()
         return KvWaits(
             budget_tokens=account.capacity,
             claimed_tokens=account.claimed,
@@ -251,6 +253,13 @@ class KvBudget:
         if now >= self._look_at or not self.account.capacity:
             self._look_at = now + LOOK_S
             self.account.capacity = int(self._share * self._stats().capacity_tokens)
+
+    def _lapse(self) -> None:
+        """Claims of sessions that were silent for too long end, and whoever waits for that begins."""
+        before = self.account.of_sessions
+        self.account.demote(self._monotonic())
+        if self.account.of_sessions != before:
+            self._settle()
 
     def _settle(self) -> None:
         """Let in whoever may begin now, and look again when a claim lapses."""

@@ -150,7 +150,7 @@ class KvQueue:
         due = self.account.demote(now)
         if everybody:
             self.wake(now, everybody=True)
-        while (one := self._next()) is not None:
+        while (one := self.following()) is not None:
             if not self.fits(one):
                 return due
             asked = self._asks(one)
@@ -177,7 +177,8 @@ class KvQueue:
         self.account.begin(one.session, one.first, one.tokens, now, one.said, one.beside)
         one.go()
 
-    def _next(self) -> Waiting | None:
+    def following(self) -> Waiting | None:
+        """The one that begins next, as soon as it fits."""
         able = [one for one in self._waiting if not one.shut()]
         begun = [one for one in able if one.begun] if self._begun else []
         if begun:
@@ -190,10 +191,11 @@ class KvQueue:
         for one in equals:
             firsts.setdefault(one.session[0], one)
         found = min(firsts.values(), key=lambda one: self.account.of_tenant(one.session[0]))
-        asked = self._asks(found)
-        for one in equals:
-            if one is found:
-                break
-            if one.overtaken + asked > OVERTAKEN * one.ahead:
-                return firsts[one.session[0]]
-        return found
+        while True:
+            asked = self._asks(found)
+            before = equals[: equals.index(found)]
+            most = next((one for one in before if one.overtaken + asked > OVERTAKEN * one.ahead), None)
+            if most is None:
+                return found
+            # It came before, and may not go before those that came before it either.
+            found = firsts[most.session[0]]
