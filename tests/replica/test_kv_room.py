@@ -14,7 +14,7 @@ from midstream.replica.kv_account import (
     GROUP_KNOWN_FROM,
     TURNS_EXPECTED,
     Beginning,
-    Claim,
+    Forecast,
     KvAccount,
     most_at_once,
 )
@@ -51,7 +51,7 @@ def test_the_most_at_once_is_what_sessions_have_that_grow_token_by_token(
     sizes: list[tuple[int, int]],
 ) -> None:
     steps = [sum(live + step for live, growth in sizes if growth >= step) for step in range(31)]
-    assert most_at_once(Claim(*size) for size in sizes) == max(steps)
+    assert most_at_once(Forecast(*size) for size in sizes) == max(steps)
 
 
 def test_a_session_begins_beside_one_that_ends_before_it_has_grown() -> None:
@@ -214,3 +214,12 @@ def test_whoever_looks_at_claims_that_lapsed_lets_in_what_waits_for_them(by: str
         await waiting
 
     asyncio.run(main())
+
+
+def test_what_a_turn_waited_for_room_is_no_silence_of_its_client() -> None:
+    """Else waits made sessions keep their claims for longer, and these made waits longer."""
+    account = account_of(1000)
+    for n in range(20):
+        account.begin(("", "s"), alone(1), 10, 100.0 * n, came_at=100.0 * n - 97.0)
+        account.end_turn(("", "s"), 20, 100.0 * n + 1.0)
+    assert (account.returns_s(), account.silent_s()) == (2.0, 5.0)

@@ -428,7 +428,7 @@ def _turns_are_let_in_twice() -> None:
     before = KvQueue._begin
 
     def begin(self: KvQueue, one: Any, now: float) -> None:
-        self.account.begin(one.session, one.first, one.tokens, now, one.said, one.beside)
+        self.account.begin(one.session, one.first, one.tokens, now, one.said, one.beside, one.came_at)
         before(self, one, now)
 
     KvQueue._begin = begin  # type: ignore[method-assign]

@@ -41,9 +41,9 @@ class KvStats(msgspec.Struct, frozen=True, kw_only=True):
 class KvWaits(msgspec.Struct, frozen=True, kw_only=True):
     """What a replica's KV budget is like, in tokens. budget: that sessions may claim; 0: no session waits for it.
 
-    claimed: what the sessions that have begun need until their ends, and what requests without a session have. sessions: that
-    have begun. waiting: first turns. refused: found the queue full. understated: sessions that came to more than their client
-    said.
+    claimed: what the sessions that have begun are expected to have at one time at most, and what requests without a session
+    have. sessions: that have begun. waiting: first turns. refused: found the queue full. understated: sessions that came to
+    more than their client said.
     """
 
     budget_tokens: _Whole = 0

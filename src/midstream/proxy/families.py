@@ -87,7 +87,7 @@ REPLICAS: dict[str, Family] = {
         "gauge", "tokens of the KV cache that sessions may claim; 0: no session waits", _REPLICA
     ),
     "midstream_replica_kv_claimed_tokens": Family(
-        "gauge", "tokens that sessions are expected to need until they end", _REPLICA
+        "gauge", "tokens that sessions are expected to have at one time at most", _REPLICA
     ),
     "midstream_replica_sessions_waiting": Family(
         "gauge", "new sessions that wait for room in the KV cache", _REPLICA

@@ -100,14 +100,14 @@ class SessionNeed:
         return max(0, self.counted - self.live)
 
 
-class Claim(NamedTuple):
+class Forecast(NamedTuple):
     """What a session has, and what it will have more."""
 
     live: int
     growth: int
 
 
-def most_at_once(claims: Iterable[Claim]) -> int:
+def most_at_once(claims: Iterable[Forecast]) -> int:
     """Of sessions that grow alike, and of which each ends once it has grown: the most that they have at one time."""
     most = held = 0
     for count, one in enumerate(sorted(claims, key=lambda claim: -claim.growth), start=1):
@@ -154,7 +154,7 @@ class KvAccount:
 
     @property
     def claimed(self) -> int:
-        return most_at_once(map(_claim, self._claiming())) + self._of_none
+        return most_at_once(map(_forecast, self._claiming())) + self._of_none
 
     @property
     def needed(self) -> int:
@@ -198,11 +198,11 @@ class KvAccount:
         one, room = self._new(first, tokens, said, beside), self.capacity - self._of_none
         if self.of_sessions + sum(one) <= room:
             return True
-        return self.live + one.live <= room and most_at_once([one, *map(_claim, self._claiming())]) <= room
+        return self.live + one.live <= room and most_at_once([one, *map(_forecast, self._claiming())]) <= room
 
-    def _new(self, first: Beginning, tokens: int, said: int | None, beside: int) -> Claim:
+    def _new(self, first: Beginning, tokens: int, said: int | None, beside: int) -> Forecast:
         own = 0 if first.group in self._mates else tokens
-        return Claim(own + beside, self._need(first, tokens, said) - self._within(tokens))
+        return Forecast(own + beside, self._need(first, tokens, said) - self._within(tokens))
 
     def beside(self, prompts: int, choices: int, most: int) -> int:
         """What a turn has beside its context: tokens of its other prompts, and of its other choices what is likely, of `most`
@@ -250,14 +250,14 @@ class KvAccount:
         if not self.capacity or (one is not None and one.turns):
             return True
         number = self.number(session)
-        before = [_claim(other) for other in self._claiming() if other.number < number]
+        before = [_forecast(other) for other in self._claiming() if other.number < number]
         if not any(claim.live for claim in before):
             return True
         if one is None:
-            own = Claim(tokens + beside, 0)
+            own = Forecast(tokens + beside, 0)
         else:
             more = self._need(one.first, tokens, one.said, max(0, tokens - one.opened)) - self._within(tokens)
-            own = Claim(max(0, tokens - one.shared) + beside, more)
+            own = Forecast(max(0, tokens - one.shared) + beside, more)
         return most_at_once([own, *before]) <= self.capacity
 
     def number(self, session: Session) -> int:
@@ -273,15 +273,19 @@ class KvAccount:
         now: float,
         said: int | None = None,
         beside: int = 0,
+        came_at: float | None = None,
     ) -> None:
-        """A turn with a prompt of so many tokens begins. A session that was silent for too long has its claim again."""
+        """A turn with a prompt of so many tokens begins. A session that was silent for too long has its claim again.
+
+        came_at: when it was asked for, if it had to wait."""
         one = self._sessions.get(session)
         if one is None:
             self._number += 1
             one = self._sessions[session] = SessionNeed(first, tokens, number=self._number)
             one.shared = tokens if first.group in self._mates else 0
         elif not one.turns and one.begun:
-            self._gaps.add(now - one.used_at)
+            # What it waited here is no silence.
+            self._gaps.add(max(0.0, (now if came_at is None else came_at) - one.used_at))
             self._returned.add(1)
             one.learned = False
             self._growth.add(max(0, tokens - one.asked))
@@ -381,7 +385,7 @@ class KvAccount:
         for one in self._sessions.values():
             assert one.live in (0, one.held - one.shared + one.beside)
             assert one.beside == 0 or one.turns, "what no turn has is claimed"
-        assert self.live <= most_at_once(map(_claim, self._claiming())) <= max(self.of_sessions, self.live)
+        assert self.live <= most_at_once(map(_forecast, self._claiming())) <= max(self.of_sessions, self.live)
 
     # -- inside
 
@@ -450,5 +454,5 @@ class KvAccount:
             self._count(heir, other)
 
 
-def _claim(one: SessionNeed) -> Claim:
-    return Claim(one.live, one.growth)
+def _forecast(one: SessionNeed) -> Forecast:
+    return Forecast(one.live, one.growth)

@@ -8,7 +8,7 @@ at once, and whoever waits for that begins in the same step of the loop. Nothing
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -22,7 +22,7 @@ from midstream.core.headers import (
     HEADER_QUEUE_WAIT,
 )
 from midstream.core.kv import KvStats, KvWait, KvWaits
-from midstream.core.types import Session
+from midstream.core.types import GenerateRequest, Session
 from midstream.replica.kv_account import Beginning, KvAccount
 from midstream.replica.kv_queue import KvQueue, Waiting
 from midstream.replica.response.measured import Timings
@@ -66,6 +66,19 @@ class KvTurn:
     waited_s: float = 0.0
     #: What has its measures once it has ended. None: it was not let in.
     measured: MeasuredTurn | None = None
+
+    @classmethod
+    def of(cls, session: Session | None, requests: Sequence[GenerateRequest], **more: Any) -> KvTurn:
+        """The turn whose prompts these are. more: other fields."""
+        longest = max((one.prompt for one in requests), key=len, default=())
+        return cls(
+            session,
+            longest,
+            others=sum(len(one.prompt) for one in requests) - len(longest),
+            choices=sum(one.n for one in requests),
+            most=max((one.sampling.max_tokens for one in requests), default=0),
+            **more,
+        )
 
     @property
     def held(self) -> int:

@@ -174,7 +174,7 @@ class KvQueue:
 
     def _begin(self, one: Waiting, now: float) -> None:
         self._drop(one)
-        self.account.begin(one.session, one.first, one.tokens, now, one.said, one.beside)
+        self.account.begin(one.session, one.first, one.tokens, now, one.said, one.beside, one.came_at)
         one.go()
 
     def following(self) -> Waiting | None:

@@ -261,17 +261,12 @@ class Service(Surroundings):
     def _kv_turn(self, ready: _Ready, headers: Mapping[str, str], called: Called) -> KvTurn:
         """Raises InvalidRequest."""
         checked = ready.work.checked
-        prompts = [prompt.token_ids for prompt in ready.work.prompts]
-        longest = max(prompts, key=len, default=())
-        return KvTurn(
+        return KvTurn.of(
             ready.session,
-            longest,
+            ready.work.requests,
             apart="\0".join((*self._owner(checked, headers), self.policy)),
             said=expected_tokens(headers, self.info.max_model_len),
             priority=checked.priority,
-            others=sum(map(len, prompts)) - len(longest),
-            choices=ready.choices,
-            most=max((one.sampling.max_tokens for one in ready.work.requests), default=0),
             resumed=ready.continued is not None,
             over=lambda: called.over or self.gate.door in (gate.Door.DOWN, gate.Door.UNSOUND),
             shut=lambda: self.gate.door is gate.Door.CLOSED,

@@ -153,10 +153,18 @@ REPLICA = (
     Mutation(
         "a_session_begins_without_room",
         "replica/kv_queue.py",
-        "return self._asks(one) <= account.room",
+        "return account.admits(one.first, one.tokens, one.said, one.beside)",
         "return True",
         "A new session begins when what it will need fits beside what all others will need.",
         ("replica/test_kv_budget.py",),
+    ),
+    Mutation(
+        "room_for_what_sessions_have_now",
+        "replica/kv_account.py",
+        "held + count * one.growth",
+        "held",
+        "A new session begins when what it will have fits beside what all others will have at the same time.",
+        ("replica/test_kv_room.py",),
     ),
     Mutation(
         "pinned_request_crosses_a_swap",
