@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import random
 
 import pytest
 from hypothesis import given, settings
@@ -223,3 +225,78 @@ def test_what_a_turn_waited_for_room_is_no_silence_of_its_client() -> None:
         account.begin(("", "s"), alone(1), 10, 100.0 * n, came_at=100.0 * n - 97.0)
         account.end_turn(("", "s"), 20, 100.0 * n + 1.0)
     assert (account.returns_s(), account.silent_s()) == (2.0, 5.0)
+
+
+# -- who owns what
+
+
+class Families:
+    """Sessions whose contexts are known token by token, before a cache that has what live sessions have, and nothing else."""
+
+    def __init__(self, seed: int) -> None:
+        self.draw = random.Random(seed)
+        self.account = account_of(100_000)
+        self.contexts: dict[str, tuple[int, ...]] = {}
+        self.groups: dict[str, int] = {}
+        self.number = 0
+
+    def begin(self) -> None:
+        self.number += 1
+        name, group = f"s{self.number}", self.draw.randrange(4)
+        prompt = (*range(40), *range(1000 * (group + 1), 1000 * (group + 1) + 60))
+        cached = max((_alike(prompt, other) for other in self.contexts.values()), default=0)
+        self.account.begin(("", name), Beginning(0, 1 + group), len(prompt), 0.0)
+        self.account.found(("", name), cached)
+        self.account.end_turn(("", name), len(prompt), 0.0)
+        self.contexts[name], self.groups[name] = prompt, group
+
+    def grow(self, name: str) -> None:
+        more = tuple(-1000 * self.number - at for at in range(self.draw.randrange(1, 50)))
+        self.number += 1
+        self.contexts[name] += more
+        self.account.begin(("", name), Beginning(0, 1 + self.groups[name]), len(self.contexts[name]), 0.0)
+        self.account.end_turn(("", name), len(self.contexts[name]), 0.0)
+
+    def end(self, name: str) -> None:
+        del self.contexts[name], self.groups[name]
+        self.account.end(("", name))
+
+    def union(self) -> int:
+        """Tokens of all contexts, each once."""
+        places = {context[: at + 1] for context in self.contexts.values() for at in range(len(context))}
+        return len(places)
+
+    def step(self) -> None:
+        names = sorted(self.contexts)
+        match self.draw.choice("bbge") if names else "b":
+            case "b":
+                self.begin()
+            case "g":
+                self.grow(self.draw.choice(names))
+            case "e":
+                self.end(self.draw.choice(names))
+
+
+def _alike(one: tuple[int, ...], other: tuple[int, ...]) -> int:
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
+
+
+@pytest.mark.parametrize("seed", range(examples(30)))
+def test_each_token_of_the_contexts_of_groups_and_families_is_owned_once(seed: int) -> None:
+    families = Families(seed)
+    for _ in range(60):
+        families.step()
+        families.account.check()
+        assert families.account.live == families.union()
+
+
+def test_what_ended_sessions_left_of_a_groups_prompt_has_an_owner_again() -> None:
+    """Another group shares 40 tokens of it. The cache still has all 100, and the ones behind these 40 are nobody else's."""
+    account = account_of(1000)
+    for name, group, cached in (("a", 1, 0), ("b", 2, 40), ("c", 2, 100)):
+        account.begin(("", name), Beginning(0, group), 100, 0.0)
+        account.found(("", name), cached)
+        account.end_turn(("", name), 100, 0.0)
+        if name == "b":
+            account.end(("", "b"))
+    assert account.live == 160

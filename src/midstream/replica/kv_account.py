@@ -133,6 +133,8 @@ class KvAccount:
         # Those of each family that claim, for what they share; and how many each group has.
         self._members: dict[int, dict[Session, SessionNeed]] = {}
         self._mates: dict[int, int] = {}
+        # By family, while it has members: tokens that its groups share.
+        self._shared: dict[int, int] = {}
         self._finals, self._gaps, self._answers = Recent(), Recent(), Recent()
         # From the prompt of a turn to that of the next one.
         self._growth = Recent()
@@ -308,8 +310,17 @@ class KvAccount:
         one.begun = True
         members = self._members.get(one.first.family, {})
         if session in members:
+            if self._mates[one.first.group] == 1:
+                # What sessions that ended left of its group's prompt is nobody else's.
+                cached = self._common(one.first.family, cached)
             one.shared = 0 if len(members) == 1 else min(max(cached, one.shared), one.held)
             self._count(session, one)
+
+    def _common(self, family: int, cached: int) -> int:
+        """What groups of the family share: the least that the first session of one found."""
+        if cached:
+            self._shared[family] = min(cached, self._shared.get(family, cached))
+        return min(cached, self._shared.get(family, cached))
 
     def end_turn(self, session: Session, tokens: int, now: float, beside: int = 0) -> None:
         """tokens: of the whole context now; 0: nothing was computed. beside: as the turn began with."""
@@ -364,6 +375,7 @@ class KvAccount:
         self._idle.clear()
         self._members.clear()
         self._mates.clear()
+        self._shared.clear()
 
     def check(self) -> None:
         """Assert that the books balance."""
@@ -444,10 +456,15 @@ class KvAccount:
             del self._mates[first.group]
         if not members:
             del self._members[first.family]
+            self._shared.pop(first.family, None)
             return
-        heir = max(members, key=lambda each: members[each].shared)
+        # Of its own group, the one that shares most. Of others, the one that shares least: that is this one's.
+        mates = [each for each, other in members.items() if other.first.group == first.group]
+        sharing = [each for each, other in members.items() if other.shared] or list(members)
+        heir = (max if mates else min)(mates or sharing, key=lambda each: members[each].shared)
         other = members[heir]
-        passed = min(other.shared, one.held) - one.shared
+        alike = one.held if mates else min(one.held, self._shared.get(first.family, one.held))
+        passed = min(other.shared, alike) - one.shared
         if passed > 0:
             other.shared -= passed
             one.shared += passed
