@@ -16,6 +16,7 @@ from bisect import bisect_right, insort
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import NamedTuple
 
 from midstream.core.types import Session
@@ -110,7 +111,7 @@ class Forecast(NamedTuple):
 def most_at_once(claims: Iterable[Forecast]) -> int:
     """Of sessions that grow alike, and of which each ends once it has grown: the most that they have at one time."""
     most = held = 0
-    for count, one in enumerate(sorted(claims, key=lambda claim: -claim.growth), start=1):
+    for count, one in enumerate(sorted(claims, key=itemgetter(1), reverse=True), start=1):
         held += one.live
         most = max(most, held + count * one.growth)
     return most
