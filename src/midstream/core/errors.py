@@ -23,6 +23,7 @@
         EngineLost                  the engine stopped while it worked on the request
         AnotherBoot                 the boot that the request was placed on is gone
           StreamGivenUp             its weights failed their check under the request
+        HandedOver                  nothing was done for it, and another replica is to take it
         PolicyNotLoaded             the replica does not hold the request's policy
       RecordsNotStored 507          retryable: the bucket did not take the records that the request asked for as a file
       RebasePending 503             retryable: the chain of a delta is full, and its whole files are still to come
@@ -45,6 +46,7 @@ NOT_READY = "WeightVersionNotReady"
 HEADER_LOST = "x-midstream-lost"
 HEADER_ANOTHER_BOOT = "x-midstream-another-boot"
 HEADER_NOT_LOADED = "x-midstream-policy-not-loaded"
+HEADER_HANDED = "x-midstream-handed"
 
 #: How clients read errors: OpenAI's shape; the same with its Responses API's error event; Anthropic's.
 ErrorShape = Literal["openai", "responses", "anthropic"]
@@ -310,6 +312,20 @@ class PolicyNotLoaded(ReplicaUnavailable):
     """A replica's word to its gateway, in HEADER_NOT_LOADED, that it has no weights of the policy, or none yet."""
 
     own_headers: ClassVar[Mapping[str, str]] = {HEADER_NOT_LOADED: "1"}
+
+
+class HandedOver(ReplicaUnavailable):
+    """A replica's word to its gateway, in HEADER_HANDED, that another one is to take the turn.
+
+    handed: JSON of a price.Handed.
+    """
+
+    def __init__(self, handed: str) -> None:
+        super().__init__("another replica is to take this turn; retry this request")
+        self.handed = handed
+
+    def headers(self) -> dict[str, str]:
+        return {**super().headers(), HEADER_HANDED: self.handed}
 
 
 class RecordsNotStored(MidstreamError):

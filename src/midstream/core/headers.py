@@ -20,6 +20,10 @@ HEADER_POLICY = "x-midstream-policy"
 HEADER_BOOT = "x-midstream-boot"
 # Stamp of a session that begins, or begins again, on this replica.
 HEADER_PLACED = "x-midstream-placed"
+# JSON of a price.Moved: the session that begins here lived on another replica before.
+HEADER_MOVED = "x-midstream-moved"
+# The replica hands this request to no other one.
+HEADER_STAY = "x-midstream-stay"
 
 # The control app answers it to the data path: the name of what it made, for the audit log.
 HEADER_MADE = "x-midstream-made"

@@ -10,6 +10,7 @@ import msgspec
 
 from midstream.core.audits import AuditStats
 from midstream.core.kv import KvWaits
+from midstream.core.price import TurnPace
 from midstream.core.types import (
     BASE_SNAPSHOT,
     POLICIES_MAX,
@@ -129,6 +130,7 @@ class ReplicaReport(_OfBoot, frozen=True, kw_only=True):
     pause: Pause = Pause()
     engine: EngineStats = EngineStats()
     kv_waits: KvWaits = KvWaits()
+    pace: TurnPace = TurnPace()
     # Long prompts and grammars that are read beside its event loop, or wait for that.
     long_texts: Whole = 0
     # The longest stall of its event loop within the last half minute.

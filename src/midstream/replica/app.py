@@ -33,6 +33,7 @@ from midstream.core.headers import (
     HEADER_POLICY,
     HEADER_TOKEN,
 )
+from midstream.core.price import Offer
 from midstream.core.responses import ResponseAsked
 from midstream.core.resumption import HEADER_RESUMABLE, PATH_RESUME, given_up, read_resume
 from midstream.core.sessions import SessionsAsked, SessionsHeld, SessionsReport
@@ -80,6 +81,7 @@ _rewarded = msgspec.json.Decoder(RewardAsked)
 _hinted = msgspec.json.Decoder(Hint)
 _response_asked = msgspec.json.Decoder(ResponseAsked)
 _paused = msgspec.json.Decoder(Pause)
+_offered = msgspec.json.Decoder(Offer)
 _ids = msgspec.json.Decoder(tuple[str, ...] | None)
 _NO_TURNS = msgspec.json.encode(Sessions().trajectories())
 
@@ -125,6 +127,7 @@ class ReplicaApp:
             b"/replica/reward": (post, _at_once(lambda request: _reward(replica, request))),
             b"/replica/hint": (post, _at_once(lambda request: _hint(replica, request))),
             b"/replica/pause": (post, _at_once(lambda request: _pause(replica, request))),
+            b"/replica/offer": (post, _at_once(lambda request: _offer(replica, request))),
             TRANSFER_PATH.encode(): (
                 post,
                 lambda request, client: TransferExchange(request, client, replica),
@@ -471,6 +474,11 @@ def _hint(replica: Replica, request: Request) -> Answer:
 
 def _pause(replica: Replica, request: Request) -> Answer:
     replica.pause(message_of(request.body, _paused, "a pause"))
+    return 202, {}
+
+
+def _offer(replica: Replica, request: Request) -> Answer:
+    replica.budget.offered(message_of(request.body, _offered, "an offer"))
     return 202, {}
 
 

@@ -14,17 +14,25 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
-from midstream.core.errors import InvalidRequest
+import msgspec
+
+from midstream.core.errors import HandedOver, InvalidRequest
 from midstream.core.headers import (
     EXPECTED_TOKENS_MAX,
+    HEADER_BOOT,
     HEADER_EXPECTED_TOKENS,
+    HEADER_MOVED,
     HEADER_QUEUE_POSITION,
     HEADER_QUEUE_WAIT,
+    HEADER_STAY,
 )
 from midstream.core.kv import KvStats, KvWait, KvWaits
+from midstream.core.price import Handed, Moved, Offer, TurnPace
 from midstream.core.types import GenerateRequest, Session
+from midstream.core.versions import from_header
 from midstream.replica.kv_account import Beginning, KvAccount
 from midstream.replica.kv_queue import KvQueue, Waiting
+from midstream.replica.moves import Movable, Moves
 from midstream.replica.response.measured import Timings
 from midstream.replica.sessions import TurnStats
 
@@ -58,6 +66,11 @@ class KvTurn:
     over: Callable[[], bool] = lambda: False
     #: Its gate would refuse it now, and not for long.
     shut: Callable[[], bool] = lambda: False
+    #: Another replica may take it. It comes from another one.
+    movable: bool = False
+    moved: Moved | None = None
+    #: Its session had begun when it came.
+    begun: bool = False
     #: What it claims beside its context, while it runs.
     beside: int = 0
     #: Since when it has its place in the queue; what that was when it came, if it had to wait; and how long it waited.
@@ -108,7 +121,9 @@ class KvBudget:
         ended: Callable[[Session], None],
         monotonic: Callable[[], float],
         on_change: Callable[[], None] = lambda: None,
+        moves: Moves | None = None,
     ) -> None:
+        self.moves = Moves() if moves is None else moves
         self.account = KvAccount()
         self.queue = KvQueue(self.account, waiting_max)
         self._share = share
@@ -130,18 +145,27 @@ class KvBudget:
         self._settle()
 
     async def enter(self, turn: KvTurn) -> None:
-        """Wait until the turn may begin. `leave` has to follow once it returned. Raises Overloaded."""
+        """Wait until the turn may begin. `leave` has to follow once it returned. Raises Overloaded, HandedOver."""
         session, now = turn.session, self._monotonic()
         self._look()
         tokens = len(turn.prompt)
         turn.beside = self.account.beside(turn.others, turn.choices, turn.most)
+        turn.begun = session is not None and (turn.resumed or session in self.account or self._known(session))
+        if turn.movable and not turn.resumed and self.moves.may_take(now):
+            self._hand_over_at_once(turn, now)
         if session is None:
             self.account.without_session(tokens + turn.beside)
             return
         first = beginning(turn)
         self._lapse()
-        one = Waiting(session, first, tokens, turn.said, turn.priority, now, over=turn.over, shut=turn.shut)
-        one.beside = turn.beside
+        if turn.moved is not None:
+            self.moves.came(session, turn.moved, now)
+        # A session that moved here waits as a new one that is as old.
+        came_at = now if turn.moved is None else now - turn.moved.age_s
+        one = Waiting(
+            session, first, tokens, turn.said, turn.priority, came_at, over=turn.over, shut=turn.shut
+        )
+        one.beside, one.movable = turn.beside, turn.movable and not turn.resumed
         one.begun = session in self.account or self._known(session)
         # A stream that another replica began does not stand still here.
         goes = not self._open or (turn.resumed and session not in self.account)
@@ -155,15 +179,18 @@ class KvBudget:
         turn.position = self.queue.position(session) or 1
         going = asyncio.Event()
         one.go = going.set
+        self._hand_over()
         self._settle()
         try:
             await going.wait()
         except asyncio.CancelledError:
             self.queue.leave(one, self._monotonic())
-            if going.is_set():
+            if going.is_set() and one.handed is None:
                 self._over(turn, session, 0)
             self._settle()
             raise
+        if one.handed is not None:
+            raise _handed_over(one.handed)
         turn.waited_s = self._monotonic() - now
 
     def leave(self, turn: KvTurn, context: int) -> None:
@@ -172,7 +199,52 @@ class KvBudget:
             self.account.without_session(-len(turn.prompt) - turn.beside)
         else:
             self._over(turn, turn.session, context)
+        if turn.measured is not None:
+            moved = turn.session if turn.moved is not None and turn.moved.begun else None
+            now = self._monotonic()
+            self.moves.ended(turn.measured.turn, turn.waited_s, now, begun=turn.begun, moved=moved)
         self._settle()
+
+    # -- turns that another replica takes
+
+    def offered(self, offer: Offer) -> None:
+        """A gateway says what another replica has to offer, or that this one is asked to leave."""
+        self.moves.take(offer, self._monotonic())
+        self._hand_over()
+        self._settle()
+
+    def pace(self) -> TurnPace:
+        now = self._monotonic()
+        return self.moves.report(now, [self._movable(one, now) for one in self.queue.waiting])
+
+    def _movable(self, one: Waiting, now: float) -> Movable:
+        needs = max(one.tokens, self.account.asks(one.first, one.tokens, one.said, one.beside))
+        return Movable(one.session, one.tokens, needs, one.begun, max(0.0, now - one.came_at))
+
+    def _hand_over_at_once(self, turn: KvTurn, now: float) -> None:
+        """Raises HandedOver."""
+        session, tokens = turn.session, len(turn.prompt)
+        if session is not None and self.account.runs(session):
+            return
+        needs = max(tokens, self.account.asks(beginning(turn), tokens, turn.said, turn.beside))
+        handed = self.moves.on_arrival(Movable(session, tokens, needs, turn.begun, 0.0), now)
+        if handed is not None:
+            self._gone(session)
+            raise _handed_over(handed)
+
+    def _hand_over(self) -> None:
+        now = self._monotonic()
+        if not self.moves.may_take(now):
+            return
+        able = [one for one in self.queue.waiting if one.movable and not one.over()]
+        for at, handed in self.moves.of_waiting([self._movable(one, now) for one in able], now).items():
+            self.queue.hand_over(able[at], handed, now)
+            self._gone(able[at].session)
+
+    def _gone(self, session: Session | None) -> None:
+        """It claims nothing here any more."""
+        if session is not None and self.account.end(session):
+            self._ended(session)
 
     def _over(self, turn: KvTurn, session: Session, context: int) -> None:
         now = self._monotonic()
@@ -287,6 +359,21 @@ class KvBudget:
         if len(self.queue) and due is not None:
             self._timer = asyncio.get_running_loop().call_later(max(0.001, due - now), self._settle)
         self._on_change()
+
+
+def may_move(headers: Mapping[str, str]) -> bool:
+    """Whether a gateway sent the request, and may send it to another replica."""
+    return HEADER_BOOT in headers and HEADER_STAY not in headers
+
+
+def moved_here(headers: Mapping[str, str]) -> Moved | None:
+    """What its gateway says of a session that lived on another replica before."""
+    given = headers.get(HEADER_MOVED)
+    return None if given is None else from_header(given, Moved)
+
+
+def _handed_over(handed: Handed) -> HandedOver:
+    return HandedOver(msgspec.json.encode(handed).decode())
 
 
 def session_name(session: Session) -> str:

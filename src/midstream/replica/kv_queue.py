@@ -20,6 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from midstream.core.errors import Overloaded
+from midstream.core.price import Handed
 from midstream.core.types import Session
 from midstream.replica.kv_account import Beginning, KvAccount
 
@@ -36,7 +37,8 @@ RETRY_S_MAX = 60
 class Waiting:
     """One turn. shut: its gate would refuse it now, and not for long. over: nothing holds it any more. begun: its session has
     begun. beside: what it has beside its context. asked: what it would claim more, when it came. ahead: tokens that were
-    claimed or waited for before it. overtaken: by those that came later."""
+    claimed or waited for before it. overtaken: by those that came later. movable: another replica may take it. handed: it is
+    to."""
 
     session: Session
     first: Beginning
@@ -52,6 +54,8 @@ class Waiting:
     asked: int = 0
     ahead: int = 0
     overtaken: int = 0
+    movable: bool = False
+    handed: Handed | None = None
 
 
 class KvQueue:
@@ -74,6 +78,17 @@ class KvQueue:
 
     def __len__(self) -> int:
         return len(self._waiting)
+
+    @property
+    def waiting(self) -> tuple[Waiting, ...]:
+        """In the order in which they came."""
+        return tuple(self._waiting)
+
+    def hand_over(self, one: Waiting, handed: Handed, now: float) -> None:
+        """Another replica is to take the turn. It has its place again if it comes back."""
+        self.leave(one, now)
+        one.handed = handed
+        one.go()
 
     def fits(self, one: Waiting) -> bool:
         account = self.account

@@ -36,6 +36,7 @@ from midstream.replica.audit import Audits
 from midstream.replica.gate import Door
 from midstream.replica.journal import Journal
 from midstream.replica.kv_budget import KvBudget, session_name
+from midstream.replica.moves import Moves
 from midstream.replica.pausing import Pausing
 from midstream.replica.policies import ServedPolicies
 from midstream.replica.policy import Bounds, PolicyParts
@@ -164,7 +165,13 @@ class Replica:
             ended=lambda session: engine.end_session(session_name(session)),
             monotonic=self.monotonic,
             on_change=self._changed,
+            moves=Moves(engine.stats, self._opened_s),
         )
+
+    def _opened_s(self, session: Session) -> float | None:
+        """How long ago it began here."""
+        found = self.sessions.one(session)
+        return None if found is None else self.clock() - found.opened_at
 
     def _parts(self, bounds: Bounds, files: Files) -> PolicyParts:
         return PolicyParts(
@@ -344,6 +351,7 @@ class Replica:
             pause=self._pausing.carried_out,
             engine=self._engine.stats(),
             kv_waits=self.budget.report(),
+            pace=self.budget.pace(),
             card=None if info is None else declared(info),
             max_model_len=None if info is None else info.max_model_len,
             long_texts=self._kept.jobs.jobs,

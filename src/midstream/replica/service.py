@@ -56,7 +56,7 @@ from midstream.core.versions import (
 from midstream.engine.base import Engine
 from midstream.replica import gate
 from midstream.replica.aborts import Called, called_as
-from midstream.replica.kv_budget import KvBudget, KvTurn, expected_tokens
+from midstream.replica.kv_budget import KvBudget, KvTurn, expected_tokens, may_move, moved_here
 from midstream.replica.namespaces import Namespaces, cache_salt
 from midstream.replica.pins import Asked, Pins
 from midstream.replica.prompting import PromptReader
@@ -196,7 +196,7 @@ class Service(Surroundings):
             limit_s = None if timeout_s is None else gate.wait_timeout_s(timeout_s)
             ready = await self._ready(wire, read, len(body), headers, resume, asked)
             called = called_as(ready.work, headers.get("x-request-id", ""))
-            turn = self._kv_turn(ready, headers, called)
+            turn = self._kv_turn(ready, read, headers, called)
             self.called[called] = None
             try:
                 await self.kept.budget.enter(turn)
@@ -258,7 +258,7 @@ class Service(Surroundings):
                 finally:
                     generation.measure(turn)
 
-    def _kv_turn(self, ready: _Ready, headers: Mapping[str, str], called: Called) -> KvTurn:
+    def _kv_turn(self, ready: _Ready, given: Read, headers: Mapping[str, str], called: Called) -> KvTurn:
         """Raises InvalidRequest."""
         checked = ready.work.checked
         return KvTurn.of(
@@ -270,6 +270,9 @@ class Service(Surroundings):
             resumed=ready.continued is not None,
             over=lambda: called.over or self.gate.door in (gate.Door.DOWN, gate.Door.UNSOUND),
             shut=lambda: self.gate.door is gate.Door.CLOSED,
+            # What it may name lies here.
+            movable=given.thread is None and may_move(headers),
+            moved=moved_here(headers),
         )
 
     async def _ready(

@@ -1,0 +1,263 @@
+"""Which of a replica's turns another replica is to take, and what its turns are like. Pure: times are parameters.
+
+Owns: what was measured of the last turns, the offer that a gateway made last, and which sessions moved here.
+Always holds:
+- A turn is handed over before anything was done for it, and only by core/price.py. One that runs is never.
+- All that one offer takes fits into the room that it names.
+- While the replica is asked to leave, every turn is handed over that may be. Its gateway sends back what nobody takes.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import takewhile
+from typing import NamedTuple, Protocol
+
+import msgspec
+
+from midstream.core.price import (
+    MOVE_EVERY_S,
+    OFFER_S,
+    Handed,
+    Moved,
+    MoveReason,
+    Offer,
+    TurnPace,
+    pays,
+    slow_s,
+)
+from midstream.core.types import EngineStats, Session
+
+#: What is measured is of so many turns, the latest; waits are of the last seconds, too.
+MEASURED_FROM, WAITS_OF_S = 32, 60.0
+#: Shorter prompts say little of a rate.
+PREFILL_FROM = 32
+MOVED_MAX = 100_000
+_NO_OFFER = Offer()
+
+
+class EndedTurn(Protocol):
+    """As sessions.TurnStats."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    longest: int
+    first_token_s: float | None
+    generation_s: float
+    queued_s: float | None
+
+
+class Movable(NamedTuple):
+    """A turn that may go. begun: its session has begun. waited_s: so far. needs: what its session will claim."""
+
+    session: Session | None
+    tokens: int
+    needs: int
+    begun: bool
+    waited_s: float
+
+
+@dataclass(eq=False, slots=True)
+class Pace:
+    """What the last turns were like. waits, queued: with when they ended, in seconds."""
+
+    waits: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=MEASURED_FROM))
+    queued: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=MEASURED_FROM))
+    prefills: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=MEASURED_FROM))
+    gaps: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=MEASURED_FROM))
+
+    def count(self, turn: EndedTurn, waited_s: float, begun: bool, now: float) -> None:
+        """A turn has ended, which waited for so long before the engine had it. begun: its session had begun then."""
+        if waited_s and begun:
+            self.waits.append((now, waited_s))
+        if turn.first_token_s is None:
+            return
+        queued_s = turn.queued_s or 0.0
+        self.queued.append((now, queued_s))
+        computed, took_s = turn.prompt_tokens - turn.cached_tokens, turn.first_token_s - waited_s - queued_s
+        if computed >= PREFILL_FROM and took_s > 0:
+            self.prefills.append((computed, took_s))
+        if turn.longest > 1:
+            self.gaps.append((turn.longest - 1, turn.generation_s))
+
+    @property
+    def prefill_tokens_s(self) -> float:
+        tokens, seconds = _sums(self.prefills)
+        return tokens / seconds if seconds else 0.0
+
+    @property
+    def token_s(self) -> float:
+        tokens, seconds = _sums(self.gaps)
+        return seconds / tokens if tokens else 0.0
+
+    @property
+    def answer_tokens(self) -> float:
+        return _sums(self.gaps)[0] / len(self.gaps) + 1 if self.gaps else 0.0
+
+
+def _sums(values: Sequence[tuple[int, float]]) -> tuple[int, float]:
+    return sum(count for count, _ in values), sum(seconds for _, seconds in values)
+
+
+def _mean_of_late(values: Sequence[tuple[float, float]], now: float) -> float:
+    late = [s for _, s in takewhile(lambda one: now - one[0] < WAITS_OF_S, reversed(values))]
+    return sum(late) / len(late) if late else 0.0
+
+
+class Moves:
+    """engine: its numbers now. opened_s: how long ago a session began here; None: it has not."""
+
+    def __init__(
+        self,
+        engine: Callable[[], EngineStats] = EngineStats,
+        opened_s: Callable[[Session], float | None] = lambda session: None,
+    ) -> None:
+        self.pace = Pace()
+        self._engine = engine
+        self._opened_s = opened_s
+        self._offer, self._until = _NO_OFFER, float("-inf")
+        #: Of the offer, what is left.
+        self._room = 0
+        # When each session moved here, how old it was then, and what was computed again for it.
+        self._came: OrderedDict[Session, tuple[float, float, int]] = OrderedDict()
+        self.moved = self.moved_tokens = 0
+
+    def __repr__(self) -> str:
+        return f"Moves({self._offer!r}, {len(self._came)} came)"
+
+    # -- what a gateway says
+
+    def take(self, offer: Offer, now: float) -> None:
+        self._offer, self._until, self._room = offer, now + OFFER_S, offer.room_tokens
+
+    def may_take(self, now: float) -> bool:
+        """Whether an offer counts."""
+        return now < self._until
+
+    def came(self, session: Session, moved: Moved, now: float) -> None:
+        """A turn of a session comes that lived elsewhere before."""
+        self._came[session] = now, moved.age_s, 0
+        self._came.move_to_end(session)
+        if len(self._came) > MOVED_MAX:
+            self._came.popitem(last=False)
+
+    def ended(
+        self,
+        turn: EndedTurn,
+        waited_s: float,
+        now: float,
+        *,
+        begun: bool = True,
+        moved: Session | None = None,
+    ) -> None:
+        """moved: its session, if the turn brought it and its history here."""
+        self.pace.count(turn, waited_s, begun, now)
+        if moved is not None:
+            computed = max(0, turn.prompt_tokens - turn.cached_tokens)
+            self.moved += 1
+            self.moved_tokens += computed
+            if (found := self._came.get(moved)) is not None:
+                self._came[moved] = *found[:2], computed
+
+    # -- what a gateway is told
+
+    def report(self, now: float, waiting: Sequence[Movable]) -> TurnPace:
+        """waiting: turns that wait for room in the KV cache."""
+        in_engine = self._engine().waiting
+        begun = [one.waited_s for one in waiting if one.begun]
+        wait_s = max(max(begun), _mean_of_late(self.pace.waits, now)) if begun else 0.0
+        if in_engine:
+            wait_s += _mean_of_late(self.pace.queued, now)
+        pace = self.pace
+        return TurnPace(
+            waiting=len(waiting) + in_engine,
+            # Rounded, so that a report that says the same is the same.
+            wait_s=_rounded(wait_s),
+            prefill_tokens_s=_rounded(pace.prefill_tokens_s),
+            token_s=_rounded(pace.token_s),
+            answer_tokens=_rounded(pace.answer_tokens),
+            moved=self.moved,
+            moved_tokens=self.moved_tokens,
+        )
+
+    # -- which turns go
+
+    def on_arrival(self, turn: Movable, now: float) -> Handed | None:
+        """Whether a turn goes that has just come, and may have to share a busy engine."""
+        if not self.may_take(now):
+            return None
+        offer = self._offer
+        if offer.leaving:
+            return self._handed(turn, "leaving", 0.0, now)
+        if turn.session is None or not turn.begun or not offer.idle or turn.needs > self._room:
+            return None
+        engine, home = self._engine(), self.report(now, ())
+        saved_s = home.wait_s + slow_s(home, engine.running, offer)
+        if not self._pays(turn.session, turn.tokens, saved_s, now):
+            return None
+        # One is enough for it to be idle no more.
+        self._offer = msgspec.structs.replace(offer, idle=False)
+        self._room -= turn.needs
+        return self._handed(turn, "slow", saved_s, now)
+
+    def of_waiting(self, waiting: Sequence[Movable], now: float) -> dict[int, Handed]:
+        """Which of the turns that wait go, by their places. Those of new sessions go in their order."""
+        if not self.may_take(now):
+            return {}
+        if self._offer.leaving:
+            return {at: self._handed(one, "leaving", 0.0, now) for at, one in enumerate(waiting)}
+        gains: list[tuple[float, int]] = []
+        usual_s = _mean_of_late(self.pace.waits, now)
+        for at, one in enumerate(waiting):
+            # What it has waited for is the least that it will wait.
+            saved_s = max(one.waited_s, usual_s)
+            if one.begun and one.session is not None and self._pays(one.session, one.tokens, saved_s, now):
+                gains.append((saved_s, at))
+        found = {}
+        for saved_s, at in sorted(gains, reverse=True):
+            if waiting[at].needs <= self._room:
+                self._room -= waiting[at].needs
+                found[at] = self._handed(waiting[at], "wait", saved_s, now)
+        for at, one in enumerate(waiting):
+            if one.begun or (one.session is not None and self._came_since(one.session, now) < OFFER_S):
+                continue
+            if one.needs > self._room:
+                # A smaller one behind it would take the room that it waits for.
+                break
+            self._room -= one.needs
+            found[at] = self._handed(one, "wait", one.waited_s, now)
+        return found
+
+    # -- inside
+
+    def _pays(self, session: Session, tokens: int, saved_s: float, now: float) -> bool:
+        if self._came_since(session, now) < MOVE_EVERY_S:
+            return False
+        paid = self._came[session][2] if session in self._came else 0
+        return pays(saved_s, tokens, self._offer.prefill_tokens_s or self.pace.prefill_tokens_s, paid)
+
+    def _came_since(self, session: Session, now: float) -> float:
+        found = self._came.get(session)
+        return float("inf") if found is None else now - found[0]
+
+    def _handed(self, turn: Movable, reason: MoveReason, saved_s: float, now: float) -> Handed:
+        age_s = turn.waited_s
+        if turn.session is not None:
+            came_at, before_s, _ = self._came.get(turn.session, (now, 0.0, 0))
+            here_s = self._opened_s(turn.session) or 0.0
+            age_s = max(age_s, here_s, now - came_at + before_s)
+        return Handed(
+            reason=reason,
+            tokens=turn.tokens,
+            needs=turn.needs,
+            saved_s=saved_s,
+            age_s=max(0.0, age_s),
+            begun=turn.begun,
+            prefill_tokens_s=self.pace.prefill_tokens_s,
+        )
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.2g}")
