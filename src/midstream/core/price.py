@@ -13,6 +13,7 @@ Always holds:
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Annotated, Literal, NamedTuple
 
@@ -121,15 +122,16 @@ def offers(homes: Sequence[str], targets: Iterable[Target]) -> dict[str, Offer]:
     homes: replicas with turns that wait, the longest wait first, and others whose turns may move.
     """
     able = sorted(filter(is_open, targets), key=lambda one: (one.load > 0, -one.room_tokens, one.name))
-    if not able:
-        return {}
-    chosen = {home: at % len(able) for at, home in enumerate(homes)}
-    shares = [sum(1 for each in chosen.values() if each == at) for at in range(len(able))]
+    chosen: dict[str, Target] = {}
+    for at, home in enumerate(homes):
+        others = [one for one in able if one.name != home]
+        if others:
+            chosen[home] = others[at % len(others)]
+    shares = Counter(one.name for one in chosen.values())
     found = {}
-    for home, at in chosen.items():
-        one = able[at]
+    for home, one in chosen.items():
         found[home] = Offer(
-            room_tokens=one.room_tokens // shares[at],
+            room_tokens=one.room_tokens // shares[one.name],
             prefill_tokens_s=one.pace.prefill_tokens_s,
             token_s=one.pace.token_s,
             idle=one.load == 0,

@@ -163,7 +163,7 @@ def as_header(value: Admitted | Refusal) -> str:
     return json.dumps(msgspec.to_builtins(value))
 
 
-_T = TypeVar("_T", Admitted, Refusal)
+_T = TypeVar("_T", bound=msgspec.Struct)
 
 
 def from_header(value: str | bytes, kind: type[_T]) -> _T | None:

@@ -376,8 +376,10 @@ class DesiredState:
             Member(name, url, weights.get(name, 1.0), own=False) for name, url in sorted(elsewhere.items())
         ]
         for replica in self._finishing(deployment, elsewhere):
-            members.append(Member(replica.name, replica.url, replica.weight, own=False))
+            members.append(Member(replica.name, replica.url, replica.weight, False, replica.leaves_at))
             leaving.add(replica.name)
+        ends = {name: entry.leaves_at for name, entry in entries.items() if entry.leaves_at is not None}
+        members = [one._replace(leaves_at=ends.get(one.name, one.leaves_at)) for one in members]
         deployment.replicas.facts.set_members(members, leaving)
         draining = [one for one in self._draining(deployment) if one.own]
         return [*names, *(replica.name for replica in draining if replica.name not in order)]

@@ -42,6 +42,7 @@ class KnownReplica:
         "index",
         "kv_filled",
         "last_words",
+        "leaves_at",
         "load",
         "name",
         "noted",
@@ -73,6 +74,8 @@ class KnownReplica:
         self.own = own
         self.standing: Standing = "member"
         self.suspended = False
+        # When its machine goes, in seconds since the epoch. None: that is not known.
+        self.leaves_at: float | None = None
         # What the replica reported of itself before it fell silent. Empty: it is heard.
         self.last_words = ""
         # Requests on it: this gateway's, or all that it reported if those are more.

@@ -1,7 +1,7 @@
 """Which replicas a deployment has beside those that the supervisor runs, each one's part of the work, and who is drained.
 
     GET, POST   /v1/accounts/{A}/deployments/{D}/replicas             POST: {"url", "weight"?}
-    PATCH, DELETE  /v1/accounts/{A}/deployments/{D}/replicas/{name}   PATCH: {"weight"?, "drain"?}
+    PATCH, DELETE  /v1/accounts/{A}/deployments/{D}/replicas/{name}   PATCH: {"weight"?, "drain"?, "within_s"?}
 
 Owns: the entries of single replicas: from the settings, from a DNS name, and from this API, which keeps them in the ledger.
 Always holds:
@@ -17,6 +17,7 @@ import asyncio
 import logging
 import re
 import socket
+import time
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from typing import Annotated
 from urllib.parse import urlsplit
@@ -47,6 +48,8 @@ class ReplicaBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     url: str | None = None
     weight: Annotated[float, msgspec.Meta(gt=0, le=1e6)] | None = None
     drain: bool | None = None
+    #: Its machine goes after so long.
+    within_s: Annotated[float, msgspec.Meta(ge=0, le=7 * 86400)] | None = None
 
 
 def replica_name(url: str) -> str:
@@ -103,6 +106,7 @@ def merged(*sources: Mapping[str, ReplicaEntry]) -> dict[str, ReplicaEntry]:
                 url=entry.url or before.url,
                 weight=before.weight if entry.weight is None else entry.weight,
                 drain=entry.drain,
+                leaves_at=entry.leaves_at,
             )
     return entries
 
@@ -147,7 +151,7 @@ class Resolver:
 
 class ReplicaShown(msgspec.Struct):
     """weight: its part of new work; null: 1. drain: it takes no new requests. in_flight: requests. snapshot: the one that
-    serves; null while it cannot be reached."""
+    serves; null while it cannot be reached. leaves_at: when its machine goes, in seconds since the epoch; null: not known."""
 
     name: str
     url: str
@@ -157,6 +161,7 @@ class ReplicaShown(msgspec.Struct):
     usable: bool
     in_flight: int
     snapshot: str | None
+    leaves_at: float | None = None
 
 
 class Replicas(msgspec.Struct):
@@ -173,11 +178,13 @@ class MembershipApi:
         *,
         allowed: Collection[str],
         changed: Callable[[], Awaitable[None]],
+        clock: Callable[[], float] = time.time,
     ) -> None:
         self._ledger = ledger
         self._deployments = deployments
         self._allowed = frozenset(allowed)
         self._changed = changed
+        self._clock = clock
 
     @Endpoint("GET", _PATH, ScopeNeed((OBSERVE,), "named"), "Lists the replicas of a deployment.")
     async def list(self, request: Request) -> Replicas:
@@ -188,6 +195,8 @@ class MembershipApi:
     @Endpoint("POST", _PATH, CHANGE_ONE, "Lets a replica join that others run.")
     async def add(self, request: Request, body: ReplicaBody) -> ReplicaShown:
         deployment = self._deployment(request)
+        if body.within_s is not None:
+            raise InvalidRequest("within_s: is for a replica that is a member", param="within_s")
         if body.url is None:
             raise InvalidRequest("url: is needed, http://HOST:PORT or https://HOST:PORT", param="url")
         try:
@@ -206,7 +215,10 @@ class MembershipApi:
         return self._answer(deployment, name)
 
     @Endpoint(
-        "PATCH", _PATH + "/{replica}", CHANGE_ONE, "Changes a replica's weight, drains it, or takes it back."
+        "PATCH",
+        _PATH + "/{replica}",
+        CHANGE_ONE,
+        "Changes a replica's weight, drains it, or takes it back.",
     )
     async def patch(self, request: Request, body: ReplicaBody) -> ReplicaShown:
         deployment, name = self._deployment(request), self._replica(request)
@@ -214,11 +226,18 @@ class MembershipApi:
             raise InvalidRequest("url: cannot be changed", param="url")
         if body.weight is None and body.drain is None:
             raise InvalidRequest("weight: give a weight, or drain", param="weight")
+        if body.within_s is not None and not body.drain:
+            raise InvalidRequest("within_s: goes with drain: true", param="within_s")
         row = await self._ledger.deployment(deployment.name)
         kept = entries_of_row(row).get(name, ReplicaEntry())
         weight = kept.weight if body.weight is None else body.weight
         drain = kept.drain if body.drain is None else body.drain
-        await self._keep(deployment, name, ReplicaEntry(kept.url, weight, drain))
+        ends = [] if kept.leaves_at is None else [kept.leaves_at]
+        if body.within_s is not None:
+            ends.append(self._clock() + body.within_s)
+        # Of several notices, the earliest end counts.
+        leaves_at = min(ends) if drain and ends else None
+        await self._keep(deployment, name, ReplicaEntry(kept.url, weight, drain, leaves_at))
         return self._answer(deployment, name)
 
     @Endpoint("DELETE", _PATH + "/{replica}", CHANGE_ONE, "Removes a replica that joined by this API.")
@@ -267,4 +286,5 @@ def _shown(deployment: Deployment, view: ReplicaView) -> ReplicaShown:
         usable=view.usable,
         in_flight=view.replica.in_flight,
         snapshot=view.report.own.snapshot if view.report else None,
+        leaves_at=view.replica.leaves_at,
     )

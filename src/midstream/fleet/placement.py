@@ -31,7 +31,7 @@ from midstream.core.types import Session
 from midstream.fleet.loads import LoadTable
 from midstream.fleet.prefixes import Known
 
-RouteReason = Literal["sticky", "new", "moved", "prefix", "balanced"]
+RouteReason = Literal["sticky", "new", "moved", "priced", "prefix", "balanced"]
 
 # From so many candidates on, numpy is quicker.
 ARRAYS_FROM = 48

@@ -21,6 +21,7 @@ from midstream.core.served_names import POLICY_INFIX, ServedNames, split_model
 from midstream.core.sessions import SessionsReport
 from midstream.core.types import Desired
 from midstream.fleet.loop import Reconciler
+from midstream.fleet.moves import Mover
 from midstream.fleet.prefixes import PrefixTable
 from midstream.fleet.replica_set import ReplicaSet
 from midstream.fleet.sessions import SessionTable
@@ -58,11 +59,14 @@ class Deployment:
     # This is a policy of the deployment `of`, and runs on its replicas.
     policy: str = ""
     of: Deployment | None = None
+    # What its replicas offer each other's turns: of the one that owns them.
+    mover: Mover = field(init=False)
 
     def __post_init__(self) -> None:
         if self.of is None:
             # A policy's sessions are its deployment's.
             self.replicas.facts.on_sessions = self._hear_sessions
+        self.mover = Mover(self.replicas) if self.of is None else self.of.mover
         self.reconciler.order = self.order
 
     @property
@@ -142,6 +146,7 @@ class Deployment:
         async with asyncio.TaskGroup() as tasks:
             if self.of is None:
                 tasks.create_task(self.replicas.facts.run(), name=f"events of {self.name}")
+                tasks.create_task(self.mover.run(), name=f"moves of {self.name}")
             tasks.create_task(self.reconciler.run(), name=f"reconciler of {self.name}")
 
 

@@ -101,6 +101,11 @@ class ReplicaSet:
         """A member by its name."""
         return self._named.get(name)
 
+    def heard(self, name: str) -> ReplicaView | None:
+        """A member, or one that leaves, that is heard."""
+        of_name = (view for view in (*self.views, *self.leaving) if view.name == name)
+        return next((view for view in of_name if view.replica.heard is not None), None)
+
     def usable_beside(self, replica: KnownReplica) -> bool:
         """Whether another one is usable."""
         return any(view.usable for view in self.views if view.replica is not replica)

@@ -60,12 +60,13 @@ class ReplicaRefused(ReplicaUnavailable):
 
 class Member(NamedTuple):
     """A replica there should be. own: started by our supervisor under that name; another one goes by the name it has here,
-    whatever it calls itself."""
+    whatever it calls itself. leaves_at: when its machine goes."""
 
     name: str
     url: str
     weight: float = 1.0
     own: bool = True
+    leaves_at: float | None = None
 
 
 # The name of the replica, and its report.
@@ -175,7 +176,7 @@ class DeploymentReplicas:
         for member in (Member(*replica) for replica in replicas):
             found = known.pop((member.name, member.url.rstrip("/")), None) or self._met(member)
             same = same and found.weight == member.weight
-            found.weight = member.weight
+            found.weight, found.leaves_at = member.weight, member.leaves_at
             (leave if member.name in leaving else stay).append(found)
         if same and (tuple(stay), tuple(leave)) == (self.members, self.leaving) and not known:
             return

@@ -21,11 +21,12 @@ from midstream.fleet.known_replica import KnownReplica, PolicyKey
 
 class ReplicaEntry(msgspec.Struct, frozen=True):
     """What somebody said of one replica. url: where it is, if others than our supervisor run it. weight: its part of new work;
-    None: not said (1). drain: it takes no new requests."""
+    None: not said (1). drain: it takes no new requests. leaves_at: when its machine goes, in seconds since the epoch."""
 
     url: str | None = None
     weight: float | None = None
     drain: bool = False
+    leaves_at: float | None = None
 
 
 class ReplicaView:

@@ -36,6 +36,7 @@ GATEWAY: dict[str, Family] = {
     "midstream_gateway_retries": Family(
         "counter", "requests sent again before any response byte, and streams resumed", ("kind",)
     ),
+    "midstream_gateway_moves": Family("counter", "sessions that moved to another replica", ("reason",)),
     "midstream_gateway_upstream_errors": Family("counter", "replica connections refused or lost", _REPLICA),
     "midstream_gateway_cut_responses": Family(
         "counter", "responses ended short because the replica went", _REPLICA
@@ -88,6 +89,18 @@ REPLICAS: dict[str, Family] = {
     ),
     "midstream_replica_kv_claimed_tokens": Family(
         "gauge", "tokens that sessions are expected to have at one time at most", _REPLICA
+    ),
+    "midstream_replica_turn_wait_seconds": Family(
+        "gauge", "how long a turn of a session that has begun is likely to wait; 0: none waits", _REPLICA
+    ),
+    "midstream_replica_prefill_tokens_per_second": Family(
+        "gauge", "tokens of prompts that the last turns computed per second; 0: not measured", _REPLICA
+    ),
+    "midstream_replica_sessions_moved": Family(
+        "counter", "sessions with a history that moved there from another replica", _REPLICA
+    ),
+    "midstream_replica_moved_tokens": Family(
+        "counter", "tokens that were computed again there for sessions that moved", _REPLICA
     ),
     "midstream_replica_sessions_waiting": Family(
         "gauge", "new sessions that wait for room in the KV cache", _REPLICA

@@ -10,17 +10,22 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import lru_cache
 from urllib.parse import quote
 
+import msgspec
+
 from midstream.core.headers import (
     HEADER_BOOT,
     HEADER_EXPECTED_TOKENS,
     HEADER_HISTORY,
     HEADER_IGNORED_FIELDS,
+    HEADER_MOVED,
     HEADER_PLACED,
     HEADER_QUEUE_POSITION,
     HEADER_QUEUE_WAIT,
     HEADER_RECORDS,
     HEADER_SESSION,
+    HEADER_STAY,
 )
+from midstream.core.price import Moved
 from midstream.core.resumption import HEADER_RESUMABLE
 from midstream.http.message import HOP_BY_HOP, Request
 from midstream.http.plain import LINE_BYTES_MAX, SECRETS, Header, HeadStart, LineMemory, NotPlain
@@ -39,6 +44,9 @@ _SHOWN = frozenset(
 )
 _HISTORY, _RECORDS = HEADER_HISTORY.encode(), HEADER_RECORDS.encode()
 _EXPECTED = HEADER_EXPECTED_TOKENS.encode()
+_MOVED = HEADER_MOVED.encode()
+#: For a replica that is to hand the turn to no other one.
+STAY_LINE = HEADER_STAY.encode() + b": 1\r\n"
 
 
 class UpstreamLines(LineMemory[Header, bytes]):
@@ -177,6 +185,11 @@ def session_line(key: str) -> bytes:
 
 def placed_line(stamp: int) -> bytes:
     return b"%b: %d\r\n" % (_PLACED, stamp)
+
+
+def moved_line(moved: Moved) -> bytes:
+    """For the new home of a session that moves."""
+    return b"%b: %b\r\n" % (_MOVED, msgspec.json.encode(moved))
 
 
 def _listed(connection: bytes) -> frozenset[bytes]:

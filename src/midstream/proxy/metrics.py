@@ -61,6 +61,10 @@ _REPORTED: dict[str, _ReportValue] = {
     "midstream_replica_kv_again_tokens": lambda r: r.engine.kv.again_tokens,
     "midstream_replica_kv_budget_tokens": lambda r: r.kv_waits.budget_tokens,
     "midstream_replica_kv_claimed_tokens": lambda r: r.kv_waits.claimed_tokens,
+    "midstream_replica_turn_wait_seconds": lambda r: r.pace.wait_s,
+    "midstream_replica_prefill_tokens_per_second": lambda r: r.pace.prefill_tokens_s,
+    "midstream_replica_sessions_moved": lambda r: r.pace.moved,
+    "midstream_replica_moved_tokens": lambda r: r.pace.moved_tokens,
     "midstream_replica_sessions_waiting": lambda r: r.kv_waits.waiting,
     "midstream_replica_sessions_refused": lambda r: r.kv_waits.refused,
     "midstream_replica_sessions_understated": lambda r: r.kv_waits.understated,
@@ -148,9 +152,11 @@ class GatewayMetrics:
         self.requests: Counter[tuple[str, int]] = Counter()
         # By the reason of the route.
         self.routes: Counter[str] = Counter()
+        # Sessions that moved, by the reason.
+        self.moves: Counter[str] = Counter()
         # Connections lost or refused, by replica.
         self.upstream_errors: Counter[str] = Counter()
-        # By kind: stale_connection, other_replica, other_snapshot, other_boot, resumed.
+        # By kind: stale_connection, other_replica, other_snapshot, other_boot, handed_over, resumed.
         self.retries: Counter[str] = Counter()
         # Responses that ended visibly short, by replica.
         self.cut_responses: Counter[str] = Counter()
@@ -174,7 +180,7 @@ class GatewayMetrics:
 
     @property
     def _counters(self) -> dict[str, Counter[str]]:
-        names = ("routes", "upstream_errors", "retries", "cut_responses")
+        names = ("routes", "moves", "upstream_errors", "retries", "cut_responses")
         return {name: getattr(self, name) for name in names}
 
     @property

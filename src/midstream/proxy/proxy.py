@@ -3,8 +3,8 @@
 Owns: placement, the pools of connections to replicas, control app and front, and who is on which replica.
 How one of them goes is in request.py and request_state.py; what happens when its replica fails is in replica_route.py.
 Always holds:
-- A session's home changes only when its replica is not usable. A replica that fails a request while it stays usable is
-  passed over for that request alone.
+- A session's home changes only when its replica is not usable, or hands a turn of it over. A replica that fails a request
+  while it stays usable is passed over for that request alone.
 - With one deployment no body is looked into for its model, unless the key is for some deployments only.
 - A request for inference reaches a replica only of a deployment that its key may sample from.
 - `in_flight` of a replica counts exactly the requests that are on it.
@@ -31,6 +31,7 @@ from midstream.core.headers import (
     HEADER_TOKEN,
     HEADER_UNKNOWN_FIELDS,
 )
+from midstream.core.price import Handed, Moved
 from midstream.core.scopes import EVERYTHING, OBSERVE, SAMPLE, Grant
 from midstream.core.tracing import HEADER_TRACEPARENT, Tracer
 from midstream.core.types import Session
@@ -83,15 +84,17 @@ class Proxy:
         replica_token: str | None = None,
         unreachable_s: float = 10.0,
         clock: Callable[[], float] = time.perf_counter,
+        wall: Callable[[], float] = time.time,
     ) -> None:
         """replica_token: the secret sent to replicas only. unreachable_s: how long a replica may send nothing
-        before the requests on it are given up. clock: what durations are measured with.
+        before the requests on it are given up. clock: what durations are measured with. wall: seconds since the epoch.
         """
         self.deployments = deployments
         self.upstreams: dict[KnownReplica, Upstream] = {}
         self._token = (replica_token or "").encode()
         self.replica_header = token_header(replica_token).encode()
         self.clock = clock
+        self._wall = wall
         self._unreachable_s = unreachable_s
         self._pool_to = pools.to
         self.control = pools.control
@@ -119,8 +122,12 @@ class Proxy:
     # -- the server's calls
 
     def check_replicas(self, now: float) -> None:
-        """Give up the requests on replicas that have been unreachable for long. Call it regularly."""
+        """Give up the requests on replicas that have been unreachable for long, and let those go on elsewhere whose replica's
+        time is over. Call it regularly."""
         for replica, upstream in list(self.upstreams.items()):
+            if replica.leaves_at is not None and self._wall() >= replica.leaves_at:
+                for request in list(upstream.requests):
+                    request.leave(f"{replica.name} leaves")
             if replica.heard is not None:
                 upstream.unheard_since = None
                 continue
@@ -255,14 +262,77 @@ class Proxy:
                 # A policy may not be loaded yet where its session lives.
                 stays = at_home is not None or (home is not None and deployment.lives_on(home))
                 placed.stamp = 0 if stays else deployment.sessions.settle(session, placed.view.name)
+                if home is not None and placed.stamp:
+                    self._moves(placed, replicas, home)
         if prompt is not None:
             prefixes.learn(prompt, placed.view.name)
+        self._note(placed, session)
+        return placed
+
+    def _moves(self, placed: Placed, replicas: ReplicaSet, home: str) -> None:
+        """A session whose home is not usable has moved. What that knows of its turns goes with it, if it is heard."""
+        before = replicas.heard(home)
+        self.metrics.moves["lost" if before is None else "leaving"] += 1
+        placed.moved = Moved(url="" if before is None else before.url)
+
+    def _note(self, placed: Placed, session: Session | None) -> None:
         self.metrics.routes[placed.decision.reason] += 1
         # A session that is placed or moves is worth a line; a turn that goes home, or a request without a session, is not.
         level = logging.INFO if placed.stamp else logging.DEBUG
         if logger.isEnabledFor(level):
             _log(level, session, placed.view.replica, placed.decision)
-        return placed
+
+    def hand_over(
+        self,
+        deployment: Deployment,
+        session: Session | None,
+        placed: Placed,
+        handed: Handed | None,
+        tried: Collection[str],
+        eligible: Callable[[ReplicaView], bool] | None = None,
+    ) -> Placed:
+        """Where a turn goes that its home, `placed`, hands over. If no other replica takes it for less, that keeps it."""
+        self.metrics.retries["handed_over"] += 1
+        home = placed.view
+        found = (
+            None if handed is None else self._other_home(deployment, session, home, handed, tried, eligible)
+        )
+        if handed is None or found is None:
+            again = placed.stamp is not None and session is not None
+            stamp = deployment.sessions.settle(session, home.name) if again and session is not None else None
+            return Placed(home, placed.decision, stamp, stays=True)
+        other = Placed(*found)
+        if session is not None and deployment.sessions.home(session) != other.view.name:
+            other.stamp = deployment.sessions.settle(session, other.view.name)
+            other.moved = Moved(url=home.url if handed.begun else "", begun=handed.begun, age_s=handed.age_s)
+            other.came_from = home.name if handed.begun else ""
+            self.metrics.moves[handed.reason] += 1
+        self._note(other, session)
+        return other
+
+    def _other_home(
+        self,
+        deployment: Deployment,
+        session: Session | None,
+        home: ReplicaView,
+        handed: Handed,
+        tried: Collection[str],
+        eligible: Callable[[ReplicaView], bool] | None,
+    ) -> tuple[ReplicaView, Decision] | None:
+        replicas, tried = deployment.replicas, {*tried, home.name}
+        fleet = _rest(replicas, tried, eligible)
+        if session is None:
+            self._turn += 1
+            return fleet.place_request(self._turn)
+        lives = deployment.sessions.home(session)
+        for view in fleet.members:
+            if view.name == lives:
+                # Another turn of it was handed over before.
+                return view, sticky(view.name)
+        found = deployment.mover.place(handed, home.name, tried, eligible, replicas)
+        if found is None and handed.reason == "leaving":
+            return fleet.place_session(session, self._bound, home.name, deployment.sessions.counts)
+        return found
 
     def _follow(
         self, fleet: Fleet[ReplicaView], prefixes: PrefixTable, prompt: PromptBeginnings
@@ -283,11 +353,15 @@ class Proxy:
 @dataclass(slots=True)
 class Placed:
     """Where a request goes. stamp: that of the session placed there, or 0 if for this request alone; None: no session is
-    placed."""
+    placed. moved: what its new home learns of a session that lived elsewhere, on `came_from` if that may take it back. stays:
+    its home hands it to no other one."""
 
     view: ReplicaView
     decision: Decision
     stamp: int | None = None
+    moved: Moved | None = None
+    came_from: str = ""
+    stays: bool = False
 
 
 class AtReplica(Protocol):
@@ -298,6 +372,9 @@ class AtReplica(Protocol):
 
     def give_up(self, reason: str, together: Collection[AtReplica]) -> None:
         """The replica does not answer any more. together: all requests that are given up with it."""
+
+    def leave(self, reason: str) -> None:
+        """The replica's time is over. The request goes on elsewhere, if it can."""
 
 
 class Upstream:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from midstream.core.errors import (
     HEADER_ANOTHER_BOOT,
+    HEADER_HANDED,
     HEADER_LOST,
     HEADER_NOT_LOADED,
     NotFound,
@@ -16,8 +17,9 @@ from midstream.core.errors import (
     SnapshotNotServed,
     SnapshotTransition,
 )
+from midstream.core.price import Handed
 from midstream.core.responses import HEADER_HELD_BY
-from midstream.core.versions import HEADER_REFUSED
+from midstream.core.versions import HEADER_REFUSED, from_header
 from midstream.proxy.heads import Headers
 from midstream.proxy.request_state import RequestEvent, RequestPhase
 
@@ -27,6 +29,7 @@ _BY_HEADER: dict[int, dict[bytes, RequestEvent]] = {
         HEADER_LOST.encode(): RequestEvent.ENGINE_LOST,
         HEADER_ANOTHER_BOOT.encode(): RequestEvent.OTHER_BOOT,
         HEADER_NOT_LOADED.encode(): RequestEvent.POLICY_NOT_LOADED,
+        HEADER_HANDED.encode(): RequestEvent.HANDED_OVER,
     },
     SnapshotNotServed.status: {HEADER_REFUSED.encode(): RequestEvent.UNFIT},
     NotFound.status: {HEADER_HELD_BY.encode(): RequestEvent.HELD_ELSEWHERE},
@@ -39,7 +42,13 @@ _BY_STATUS = {
 }
 #: They do not show that the replica is well: requests that failed on it before still count.
 NO_SIGN_OF_LIFE = frozenset((RequestEvent.ENGINE_LOST, RequestEvent.OTHER_BOOT, RequestEvent.UNAVAILABLE))
+_HANDED = HEADER_HANDED.encode()
 _CHUNKED = (b"transfer-encoding", b"chunked")
+
+
+def handed_in(headers: Headers) -> Handed | None:
+    """What a replica says of a turn that it hands over; None: nothing that can be read."""
+    return next((from_header(value, Handed) for name, value in headers if name == _HANDED), None)
 
 
 def answer(phase: RequestPhase, status: int, headers: Headers) -> RequestEvent:

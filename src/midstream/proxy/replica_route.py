@@ -38,10 +38,10 @@ from midstream.fleet.view import ReplicaView
 from midstream.http.message import Request
 from midstream.http.upstream import UpstreamHead
 from midstream.proxy import refusals
-from midstream.proxy.heads import placed_line, replica_lines, session_line, wishes_lines
+from midstream.proxy.heads import STAY_LINE
 from midstream.proxy.poison import Losses, ReplicaBoot, is_the_largest
 from midstream.proxy.policy_wait import PolicyWait
-from midstream.proxy.request_facts import WISHES, ClientAsked, Sending, Tries
+from midstream.proxy.request_facts import WISHES, ClientAsked, Sending, Tries, asked_lines, way_of
 from midstream.proxy.request_state import ANSWERED, RESUMING, SEEN, RequestEvent, RequestPhase, Ruling, ruling
 from midstream.proxy.resume import (
     END,
@@ -130,6 +130,9 @@ class ReplicaRoute(Route):
             self.losses = Losses.known(proxy.suspects, self.caller.tenant, request)
 
     def place(self) -> Judgement:
+        if (ordered := self._tries.ordered) is not None:
+            self._tries.ordered, self._at.placed = None, ordered
+            return PLACED
         deployment, versions, tried = self._deployment, self._versions, self._tries.replicas
         session = self._asked.session
         if deployment.replicas.learning and self._may_learn():
@@ -244,21 +247,16 @@ class ReplicaRoute(Route):
         return self._unreachable(phase, reason_of_failure(error), lost=phase in SEEN)
 
     def own_lines(self) -> list[bytes]:
-        proxy, at, asked = self._proxy, self._at, self._asked
-        placed = at.placed
-        assert placed is not None
-        lines = [replica_lines(proxy.replica_header, at.boot, self._rest is None and asked.resumable)]
-        if asked.session is not None:
-            lines.append(session_line(asked.session[1]))
-            if placed.stamp is not None:
-                lines.append(placed_line(placed.stamp))
-        if asked.wishes or asked.in_path is not None:
-            lines += wishes_lines(self._request.first, asked.in_path is not None)
+        proxy, at = self._proxy, self._at
+        begun = self._rest is not None
+        lines = asked_lines(proxy.replica_header, self._asked, at, self._request.first, begun=begun)
+        if self._tries.handed:
+            lines.append(STAY_LINE)
         if self._deployment.policy or self._deployment.ignores_fields or proxy.ignores_fields:
             lines += proxy.deployment_lines(self._deployment)
         if self._versions is not None:
             assert at.report is not None
-            lines += self._versions.lines(placed.view, at.report)
+            lines += self._versions.lines(at.view, at.report)
         return lines
 
     def response_lines(self) -> list[bytes]:
@@ -267,19 +265,7 @@ class ReplicaRoute(Route):
         return [_route_lines(placed.view.name, placed.decision.reason)]
 
     def span_attributes(self) -> dict[str, Attribute]:
-        deployment = self._deployment
-        attributes: dict[str, Attribute] = {
-            "midstream.deployment": deployment.host.name,
-            "gen_ai.request.model": deployment.model,
-        }
-        if deployment.policy:
-            attributes["midstream.policy"] = deployment.policy
-        if self._asked.session is not None:
-            attributes["midstream.session"] = self._asked.session[1]
-        if (placed := self._at.placed) is not None:
-            attributes["midstream.replica"] = placed.view.name
-            attributes["midstream.route_reason"] = placed.decision.reason
-        return attributes
+        return way_of(self._deployment, self._asked.session, self._at.placed)
 
     # -- what a replica answers
 
@@ -313,6 +299,8 @@ class ReplicaRoute(Route):
                 return self._other_version(head)
             case Ruling.ANOTHER:
                 return self._another(refusal)
+            case Ruling.MOVE:
+                return self._move(head)
             case Ruling.NEXT:
                 assert self._rest is not None
                 self._rest.why = reason_of(head.body)
@@ -351,6 +339,14 @@ class ReplicaRoute(Route):
         except MidstreamError as error:
             return self._failed(error)
         self._proxy.metrics.retries["other_snapshot"] += 1
+        return ELSEWHERE
+
+    def _move(self, head: UpstreamHead) -> Judgement:
+        """Its home hands the turn over, once: it goes where that pays, else back."""
+        tries, eligible = self._tries, None if self._versions is None else self._versions.fits
+        turn = (self._asked.session, self._at.chosen, refusals.handed_in(head.headers))
+        tries.ordered = self._proxy.hand_over(self._deployment, *turn, tries.replicas, eligible)
+        tries.handed = True
         return ELSEWHERE
 
     def _another(self, refusal: RequestEvent) -> Judgement:
@@ -417,9 +413,20 @@ class ReplicaRoute(Route):
     def _not_begun(self) -> None:
         """A replica refused this request: a session that has nothing there yet may begin elsewhere. One that another request
         began there meanwhile has the replica's own stamp."""
-        placed = self._at.chosen
-        if self._asked.session is not None and placed.stamp:
-            self._deployment.sessions.forget(self._asked.session, placed.view.name, placed.stamp)
+        placed, session, sessions = self._at.chosen, self._asked.session, self._deployment.sessions
+        if session is None or not placed.stamp:
+            return
+        if sessions.forget(session, placed.view.name, placed.stamp) and placed.came_from:
+            # It lives on where it came from.
+            sessions.settle(session, placed.came_from)
+
+    def leaves(self, phase: RequestPhase, reason: str) -> Judgement | None:
+        if not self._proxy.has_another(self._deployment, {*self._tries.replicas, self._at.view.name}):
+            return None
+        if phase is RequestPhase.PASSING:
+            lines = None if self.log is None else self.log.lines()
+            return None if lines is None or has_ended(lines) else self._resume(lines, reason, lost=False)
+        return None if phase is RequestPhase.RESUMED else self._elsewhere(lost=False)
 
     # -- a stream is lost
 

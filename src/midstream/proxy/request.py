@@ -174,6 +174,14 @@ class ProxiedRequest:
         self._held = None
         self._on(*self.route.silent(self._phase, reason, answering=answering, together=together))
 
+    def leave(self, reason: str) -> None:
+        """The upstream's time is over. The request stays there if it cannot go on elsewhere."""
+        judged = self.route.leaves(self._phase, reason)
+        if judged is not None:
+            self._let_go()
+            self._held = None
+            self._on(*judged)
+
     # -- moves
 
     def _on(self, event: RequestEvent, subject: Any = None) -> None:

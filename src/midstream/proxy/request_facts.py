@@ -5,6 +5,7 @@ Always holds: these are facts, without judgement; replica_route.py judges by the
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from midstream.core.headers import (
@@ -17,15 +18,18 @@ from midstream.core.headers import (
 )
 from midstream.core.reports import Reported
 from midstream.core.resumption import HEADER_FAILOVER
+from midstream.core.tracing import Attribute
 from midstream.core.types import Session
 from midstream.core.versions import CONSTRAINT_HEADERS
 from midstream.core.wires import UserField
 from midstream.fleet.known_replica import KnownReplica
 from midstream.fleet.prefixes import PromptBeginnings
 from midstream.fleet.view import ReplicaView
+from midstream.proxy.heads import moved_line, placed_line, replica_lines, session_line, wishes_lines
 from midstream.proxy.request_state import RequestEvent, RequestPhase, Ruling, ruling
 
 if TYPE_CHECKING:
+    from midstream.fleet.registry import Deployment
     from midstream.proxy.proxy import AtReplica, Placed
 
 #: Replicas that fail with a request before a client has to ask again.
@@ -96,6 +100,9 @@ class Tries:
     lost = 0
     refused: tuple[RequestEvent, ...] = ()
     why = ""
+    #: Where it goes next, whatever placement says. A turn is handed over once.
+    ordered: Placed | None = None
+    handed = False
 
     @property
     def too_many_lost(self) -> bool:
@@ -111,3 +118,37 @@ class Tries:
         if refusal is RequestEvent.BUSY:
             return self.refused.count(refusal) >= BUSY_MAX
         return self.lost + 1 >= LOST_SENDS_MAX
+
+
+def asked_lines(
+    token_line: bytes, asked: ClientAsked, at: Sending, first: Mapping[bytes, bytes], *, begun: bool
+) -> list[bytes]:
+    """Lines for the replica: which boot is meant, what the client asks for, and where its session lives. begun: it is the rest
+    of a stream."""
+    placed, session = at.chosen, asked.session
+    lines = [replica_lines(token_line, at.boot, not begun and asked.resumable)]
+    if session is not None:
+        lines.append(session_line(session[1]))
+        if placed.stamp is not None:
+            lines.append(placed_line(placed.stamp))
+        if placed.moved is not None:
+            lines.append(moved_line(placed.moved))
+    if asked.wishes or asked.in_path is not None:
+        lines += wishes_lines(first, asked.in_path is not None)
+    return lines
+
+
+def way_of(deployment: Deployment, session: Session | None, placed: Placed | None) -> dict[str, Attribute]:
+    """What a span says of a request's way."""
+    attributes: dict[str, Attribute] = {
+        "midstream.deployment": deployment.host.name,
+        "gen_ai.request.model": deployment.model,
+    }
+    if deployment.policy:
+        attributes["midstream.policy"] = deployment.policy
+    if session is not None:
+        attributes["midstream.session"] = session[1]
+    if placed is not None:
+        attributes["midstream.replica"] = placed.view.name
+        attributes["midstream.route_reason"] = placed.decision.reason
+    return attributes

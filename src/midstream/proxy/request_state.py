@@ -60,6 +60,8 @@ class RequestEvent(enum.StrEnum):
     BUSY = "busy"
     #: It cannot take the request, and does not say why.
     UNAVAILABLE = "unavailable"
+    #: Another replica is to take the turn, as that costs less than it saves, or as this one leaves.
+    HANDED_OVER = "handed over"
     #: Another replica holds the response that the request continues.
     HELD_ELSEWHERE = "held elsewhere"
     #: The replica cannot continue this stream.
@@ -104,6 +106,8 @@ class Ruling(enum.StrEnum):
     JUDGED_AGAIN = "judged again"
     #: Another replica is asked, unless the session has to stay; else the client gets the refusal.
     ANOTHER = "another replica, or the client gets it"
+    #: It goes where its move pays, else back to the replica, which keeps it.
+    MOVE = "moves by its price, or goes back"
     #: The replica that the refusal names is asked.
     HOLDER = "the holder, or the client gets it"
     #: The client gets the refusal at once.
@@ -141,6 +145,7 @@ RULINGS: dict[RequestEvent, tuple[Ruling | None, Ruling]] = {
     RequestEvent.TRANSITION: (Ruling.LAST_WORD, Ruling.NEXT),
     RequestEvent.BUSY: (Ruling.ANOTHER, Ruling.NEXT),
     RequestEvent.UNAVAILABLE: (Ruling.ANOTHER, Ruling.NEXT),
+    RequestEvent.HANDED_OVER: (Ruling.MOVE, Ruling.NEXT),
     RequestEvent.HELD_ELSEWHERE: (Ruling.HOLDER, Ruling.NEXT),
     RequestEvent.CANNOT_RESUME: (None, Ruling.NEXT),
 }

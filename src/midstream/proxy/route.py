@@ -155,6 +155,10 @@ class Route:
         """Nothing was heard of the upstream for long: as `lost`. together: all that are given up."""
         raise NotImplementedError
 
+    def leaves(self, phase: RequestPhase, reason: str) -> Judgement | None:
+        """Its upstream's time is over: ELSEWHERE or LOST; None: it stays."""
+        return None
+
     def where(self) -> str:
         return "the control app"
 

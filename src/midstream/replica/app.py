@@ -45,7 +45,8 @@ from midstream.core.wires import PREFIX, WIRES, WirePath, wire_of
 from midstream.http.budget import Budget, BudgetBounds
 from midstream.http.http1 import ClientConnection, Exchange
 from midstream.http.message import Request
-from midstream.replica.control import TraceExchange, TransferExchange
+from midstream.replica.control import TraceExchange, TransferExchange, TurnsExchange
+from midstream.replica.earlier import PATH_TURNS, EarlierTurns
 from midstream.replica.exchange import (
     Answer,
     FailedExchange,
@@ -112,6 +113,7 @@ class ReplicaApp:
         self._all_left.set()
         self._token = token.encode()
         self._source = replica.source
+        replica.earlier = EarlierTurns(replica.trees, token)
         outbox = Outbox()
         get, post = b"GET", b"POST"
         self._routes: dict[bytes, tuple[bytes, Callable[[Request, ClientConnection], Exchange]]] = {
@@ -122,6 +124,7 @@ class ReplicaApp:
             b"/replica/policy/end": (post, _at_once(lambda request: _end_policy(replica, request))),
             b"/replica/sessions": (post, _at_once(lambda request: _sessions(replica, request))),
             b"/replica/sessions/close": (post, _at_once(lambda request: _close_session(replica, request))),
+            PATH_TURNS.encode(): (post, lambda request, client: TurnsExchange(request, client, replica)),
             b"/replica/trace": (post, lambda request, client: TraceExchange(request, client, replica)),
             b"/replica/responses": (post, _at_once(lambda request: _response(replica, request))),
             b"/replica/reward": (post, _at_once(lambda request: _reward(replica, request))),
@@ -227,6 +230,7 @@ class InferenceExchange(TaskExchange):
 
     async def _answer(self) -> None:
         policy, boot = self._headers.get(HEADER_POLICY, ""), self._headers.get(HEADER_BOOT)
+        await self._replica.earlier.bring(self._headers)
         with self._replica.serves(policy, boot) as service:
             async with self._admitted(service) as generation:
                 self._generation = generation

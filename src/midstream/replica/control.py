@@ -17,6 +17,7 @@ from midstream.http.http1 import ClientConnection
 from midstream.http.message import Request
 from midstream.replica.exchange import TaskExchange
 from midstream.replica.replica import Replica
+from midstream.replica.turns.travel import packed
 
 _asked = msgspec.json.Decoder(SessionsAsked)
 _transfer = msgspec.json.Decoder(TransferOrder)
@@ -38,6 +39,17 @@ class TraceExchange(_ControlExchange):
         session = (asked.tenant, asked.key)
         body = await asyncio.to_thread(lambda: msgspec.json.encode({"trace": self._replica.trace(session)}))
         self._whole(200, body, {})
+
+
+class TurnsExchange(_ControlExchange):
+    """The turns of a session that moves, for its next home."""
+
+    async def _answer(self) -> None:
+        asked = message_of(self._request.body, _asked, "a question about sessions")
+        if asked.key is None:
+            raise InvalidRequest("which session's turns", param="key")
+        trees = self._replica.trees.all_of((asked.tenant, asked.key))
+        self._whole(200, await asyncio.to_thread(packed, trees), {})
 
 
 class TransferExchange(_ControlExchange):

@@ -33,6 +33,7 @@ from midstream.core.tracing import Tracer
 from midstream.core.types import ENGINE_SILENT_FROM_S, Desired, Hint, ModelInfo, Pause, Session
 from midstream.engine.base import Engine, EngineDied
 from midstream.replica.audit import Audits
+from midstream.replica.earlier import EarlierTurns
 from midstream.replica.gate import Door
 from midstream.replica.journal import Journal
 from midstream.replica.kv_budget import KvBudget, session_name
@@ -85,6 +86,7 @@ class Replica:
         self.name = name
         self.names = names
         self.trees = Trees(bounds.turns_bytes_max)
+        self.earlier = EarlierTurns(self.trees)
         self.sessions = Sessions(
             idle_s=bounds.session_idle_s,
             clock=clock,

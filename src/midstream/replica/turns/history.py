@@ -120,6 +120,17 @@ class _Answer:
             self.masks += [record.mask for record in records if record.mask is not None]
 
 
+def _found(trees: Iterable[TurnTree], keys: Sequence[Key], thoughts: Sequence[str]) -> FoundTurn:
+    return _furthest(tree.find(keys, thoughts) for tree in trees)
+
+
+def _furthest(found: Iterable[FoundTurn]) -> FoundTurn:
+    """What has the most of the request; of equal ones the first."""
+    every = tuple(found)
+    best = max(every, key=lambda one: one.messages, default=FoundTurn(None, 0, 0))
+    return best._replace(known=max((one.known for one in every), default=0))
+
+
 class History:
     """branch: None where the request begins a session or continues a turn."""
 
@@ -195,8 +206,8 @@ class History:
         Any thread may call it. Raises InvalidRequest.
         """
         self._keys, self._thoughts = keys_of(messages, others), thoughts_of(messages)
-        tree = self._trees.of(self._session)
-        found = FoundTurn(None, 0, 0) if tree is None else tree.find(self._keys, self._thoughts)
+        trees = self._trees.all_of(self._session)
+        found = _found(trees, self._keys, self._thoughts)
         if goes_on and messages[-1]["role"] == "assistant":
             self._begun = messages[-1]
             self._key_before = self._keys[-2] if len(self._keys) > 1 else key_before(others)
@@ -204,12 +215,11 @@ class History:
                 if found.turn.finish != "stop" or found.turn.sampled[-1] in self._ends:
                     return self._within(found, found.turn)
                 # A stop string ended the answer, so that the client has less of it than was sampled.
-                assert tree is not None
-                found = tree.find(self._keys[:-1], self._thoughts[:-1])._replace(known=found.known)
+                found = _found(trees, self._keys[:-1], self._thoughts[:-1])._replace(known=found.known)
         # A client that writes answers into a history which were not sampled here begins a branch.
         answers = any(message["role"] == "assistant" for message in messages[found.messages :])
         if found.turn is None:
-            if tree is not None:
+            if trees:
                 self.branch = Branch("edited" if answers else "new", found.known)
             elif answers and not self._begins:
                 self.branch = Branch("forgotten" if self._trees.forgot(self._session) else "unknown", 0)
@@ -254,15 +264,15 @@ class History:
     ) -> Prompt:
         """The prompt of a completion. encode: of a text that continues nothing. special: it adds the special tokens of the
         tokenizer. Any thread may call it."""
-        tree, found = self._trees.of(self._session), FoundTurn(None, 0, 0)
+        trees = self._trees.all_of(self._session)
         if isinstance(given, str):
             self._text, self._special, self._raw_text = given, special, text.vocabulary.raw_text
-            if tree is not None:
-                found = tree.find_text(given, special)
-        elif tree is not None:
-            found = FoundTurn(tree.find_tokens(given), 0, 0)
+            found = _furthest(tree.find_text(given, special) for tree in trees)
+        else:
+            turns = [turn for tree in trees if (turn := tree.find_tokens(given)) is not None]
+            found = FoundTurn(max(turns, key=lambda turn: len(turn.tokens), default=None), 0, 0)
         turn = self._found = found.turn
-        if tree is not None and turn is None:
+        if trees and turn is None:
             self.branch = Branch("new", 0)
         if not isinstance(given, str):
             return Prompt(given)

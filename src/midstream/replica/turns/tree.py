@@ -19,7 +19,7 @@ import hashlib
 import itertools
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -193,14 +193,14 @@ class TurnTree:
         """number: of this tree among all of the replica's process."""
         self.number = number
         #: Turns of the same words, the oldest first.
-        self._turns: dict[Key, tuple[Turn, ...]] = {}
+        self.by_words: dict[Key, tuple[Turn, ...]] = {}
         #: The beginnings of all conversations that were had.
-        self._known: set[Key] = set()
+        self.known: set[Key] = set()
         #: By the number of the parent; 0: none.
         self._children: dict[int, list[Turn]] = {}
         #: By a digest of the text, with its length in characters. Its lengths in bytes, the shortest first.
-        self._texts: dict[Key, tuple[tuple[Turn, ...], int]] = {}
-        self._text_sizes: tuple[int, ...] = ()
+        self.by_text: dict[Key, tuple[tuple[Turn, ...], int]] = {}
+        self.text_sizes: tuple[int, ...] = ()
         #: All of them, in the order of their numbers.
         self.turns: list[Turn] = []
         #: By turn, or None for the session, and name.
@@ -215,16 +215,34 @@ class TurnTree:
     def __len__(self) -> int:
         return len(self.turns)
 
+    @classmethod
+    def of(
+        cls,
+        turns: list[Turn],
+        known: Iterable[Key],
+        by_words: dict[Key, tuple[Turn, ...]],
+        by_text: dict[Key, tuple[tuple[Turn, ...], int]],
+        text_sizes: Iterable[int],
+    ) -> TurnTree:
+        """A tree of another replica."""
+        tree = cls()
+        tree.turns, tree.known, tree.by_words = turns, set(known), by_words
+        tree.by_text, tree.text_sizes = by_text, tuple(text_sizes)
+        for turn in turns:
+            tree._children.setdefault(0 if turn.parent is None else turn.parent.number, []).append(turn)
+        tree.size = sum(turn.size for turn in turns) + _KEY_BYTES * (len(tree.known) + len(by_text))
+        return tree
+
     def holds(self, turn: Turn) -> bool:
         return turn.number <= len(self.turns) and self.turns[turn.number - 1] is turn
 
     def find(self, keys: Sequence[Key], thoughts: Sequence[str]) -> FoundTurn:
         """keys: of the beginnings of a conversation, the shortest first (`message_keys.keys_of`). thoughts: of each of its
         messages."""
-        known = next((at for at in range(len(keys), 0, -1) if keys[at - 1] in self._known), 0)
+        known = next((at for at in range(len(keys), 0, -1) if keys[at - 1] in self.known), 0)
         given = [(at, thought) for at, thought in enumerate(thoughts) if thought]
         for at in range(known, 0, -1):
-            turns = self._turns.get(keys[at - 1])
+            turns = self.by_words.get(keys[at - 1])
             if turns is None:
                 continue
             differ = [_differs(turn, given, at) for turn in turns]
@@ -257,12 +275,12 @@ class TurnTree:
         data, digest, at = _utf8(prompt), _text_digest(special), 0
         turns: tuple[Turn, ...] = ()
         length = 0
-        for size in self._text_sizes:
+        for size in self.text_sizes:
             if size > len(data):
                 break
             digest.update(data[at:size])
             at = size
-            turns, length = self._texts.get(digest.digest(), (turns, length))
+            turns, length = self.by_text.get(digest.digest(), (turns, length))
         if not turns:
             return FoundTurn(None, 0, 0)
         turn, ambiguous = _meant(turns)
@@ -273,18 +291,18 @@ class TurnTree:
         assert turn.number == len(self.turns) + 1
         self.turns.append(turn)
         self._children.setdefault(0 if turn.parent is None else turn.parent.number, []).append(turn)
-        before = len(self._known) + len(self._texts)
+        before = len(self.known) + len(self.by_text)
         if known_by.keys:
             key = known_by.keys[-1]
-            self._known.update(known_by.keys)
-            self._turns[key] = (*self._turns.get(key, ())[-SAME_WORDS_MAX:], turn)
+            self.known.update(known_by.keys)
+            self.by_words[key] = (*self.by_words.get(key, ())[-SAME_WORDS_MAX:], turn)
         if known_by.text is not None:
             data, digest = _utf8(known_by.text), _text_digest(known_by.special)
             digest.update(data)
-            turns, _ = self._texts.get(digest.digest(), ((), 0))
-            self._texts[digest.digest()] = (*turns[-SAME_WORDS_MAX:], turn), len(known_by.text)
-            self._text_sizes = tuple(sorted({*self._text_sizes, len(data)}))
-        self.size += _KEY_BYTES * (len(self._known) + len(self._texts) - before) + turn.size
+            turns, _ = self.by_text.get(digest.digest(), ((), 0))
+            self.by_text[digest.digest()] = (*turns[-SAME_WORDS_MAX:], turn), len(known_by.text)
+            self.text_sizes = tuple(sorted({*self.text_sizes, len(data)}))
+        self.size += _KEY_BYTES * (len(self.known) + len(self.by_text) - before) + turn.size
 
     def reward(self, given: Reward, rewards: Rewards) -> None:
         """Replaces one of the same turn and name. rewards: where it is counted.
@@ -334,6 +352,8 @@ class Trees:
         #: Hears of turns, with the number of the tree of each.
         self.on_turn: Callable[[Session, int, Turn], None] | None = None
         self._trees: OrderedDict[Session, TurnTree] = OrderedDict()
+        #: Of sessions that moved here: the trees of their homes before, the last one first.
+        self._before: OrderedDict[Session, tuple[TurnTree, ...]] = OrderedDict()
         self._forgotten: OrderedDict[Session, None] = OrderedDict()
         self._closings: dict[Key, tuple[Closings | None]] = {}
         self.size = 0
@@ -355,6 +375,22 @@ class Trees:
     def of(self, session: Session) -> TurnTree | None:
         """None: nothing was kept of the session."""
         return self._trees.get(session)
+
+    def all_of(self, session: Session) -> tuple[TurnTree, ...]:
+        """Those of its homes before, too, behind this replica's own."""
+        own = self._trees.get(session)
+        return (() if own is None else (own,)) + self._before.get(session, ())
+
+    def bring(self, session: Session, before: tuple[TurnTree, ...]) -> None:
+        """The session moved here from a replica that had these trees."""
+        self._drop_before(session)
+        if before:
+            self._before[session] = before
+            self.size += sum(tree.size for tree in before)
+            self._fit()
+
+    def _drop_before(self, session: Session) -> None:
+        self.size -= sum(tree.size for tree in self._before.pop(session, ()))
 
     def forgot(self, session: Session) -> bool:
         """Whether the session had turns here that were dropped."""
@@ -405,6 +441,10 @@ class Trees:
         return True, here
 
     def _fit(self) -> None:
+        while self.size > self._bytes_max and self._before:
+            oldest = next(iter(self._before))
+            self._drop_before(oldest)
+            self._forgotten[oldest] = None
         while self.size > self._bytes_max and self._trees:
             oldest, dropped = self._trees.popitem(last=False)
             self.size -= dropped.size
@@ -414,6 +454,7 @@ class Trees:
 
     def close(self, session: Session) -> None:
         """The session is over: nothing of it stays."""
+        self._drop_before(session)
         self._forgotten.pop(session, None)
         tree = self._trees.pop(session, None)
         if tree is not None:
