@@ -113,7 +113,9 @@ def test_a_slow_home_hands_over_to_an_idle_one_only_and_a_new_session_pays_nothi
 # -- what a replica hands over
 
 
-def measured(moves: Moves, now: float, rate: float = 1000.0, token_s: float = 0.01, answer: int = 101) -> None:
+def measured(
+    moves: Moves, now: float, rate: float = 1000.0, token_s: float = 0.01, answer: int = 101
+) -> None:
     turn = TurnStats(prompt_tokens=1000, longest=answer, first_token_s=1000 / rate)
     turn.generation_s = token_s * (answer - 1)
     moves.ended(turn, 0.0, now)

@@ -26,6 +26,7 @@ from test_resume import (
 from midstream.core.errors import (
     AnotherBoot,
     EngineLost,
+    HandedOver,
     MidstreamError,
     Overloaded,
     PolicyNotLoaded,
@@ -41,6 +42,9 @@ from midstream.proxy.request_state import RULINGS, RequestEvent, RequestPhase, r
 
 REPLICAS = 6
 SESSION = "x-multi-turn-session-id: s1\r\n"
+HANDED = (
+    '{"reason":"wait","tokens":9,"needs":9,"saved_s":9.0,"age_s":9.0,"begun":true,"prefill_tokens_s":99.0}'
+)
 UNFIT = Refusal("other", constraint=VersionConstraint("base", wait_s=0.0))
 ERRORS: dict[RequestEvent, MidstreamError] = {
     RequestEvent.ENGINE_LOST: EngineLost("the engine stopped"),
@@ -52,6 +56,7 @@ ERRORS: dict[RequestEvent, MidstreamError] = {
     RequestEvent.UNAVAILABLE: ReplicaUnavailable("it is not ready"),
     RequestEvent.HELD_ELSEWHERE: PreviousNotFound("resp_1", "replica-1"),
     RequestEvent.CANNOT_RESUME: CannotResume("not this stream"),
+    RequestEvent.HANDED_OVER: HandedOver(HANDED),
 }
 
 
@@ -78,6 +83,7 @@ CASES = {
     RequestEvent.BUSY: Case(2, 429, 200, 429, REST),
     RequestEvent.UNAVAILABLE: Case(2, 503, 200, 503, REST),
     RequestEvent.HELD_ELSEWHERE: Case(2, 404, 200, 200, REST),
+    RequestEvent.HANDED_OVER: Case(2, 503, 200, 200, REST),
     # Of no request: it is an answer like others.
     RequestEvent.CANNOT_RESUME: Case(1, 409, 409, 409, REST),
 }

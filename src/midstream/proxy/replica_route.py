@@ -342,8 +342,10 @@ class ReplicaRoute(Route):
         return ELSEWHERE
 
     def _move(self, head: UpstreamHead) -> Judgement:
-        """Its home hands the turn over, once: it goes where that pays, else back."""
+        """Its home hands the turn over: it goes where that pays, else back. Nobody does so again."""
         tries, eligible = self._tries, None if self._versions is None else self._versions.fits
+        if tries.handed:
+            return HEAD
         turn = (self._asked.session, self._at.chosen, refusals.handed_in(head.headers))
         tries.ordered = self._proxy.hand_over(self._deployment, *turn, tries.replicas, eligible)
         tries.handed = True
@@ -353,11 +355,10 @@ class ReplicaRoute(Route):
         """A replica that says it cannot take the request need not have the last word."""
         view, placed = self._at.view, self._at.chosen
         may_move = self._asked.session is None or placed.stamp is not None or not view.usable
-        tried = {*self._tries.replicas, view.name}
         if self._tries.is_last(refusal) or not may_move:
             return HEAD
         eligible = None if self._versions is None else self._versions.fits
-        if not self._proxy.has_another(self._deployment, tried, eligible):
+        if not self._proxy.has_another(self._deployment, {*self._tries.replicas, view.name}, eligible):
             return HEAD
         # A replica that was not overloaded may have failed while it worked on the request.
         return self._elsewhere(lost=refusal is not RequestEvent.BUSY)

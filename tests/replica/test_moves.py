@@ -1,0 +1,202 @@
+"""Turns that another replica is to take, over the replica's port: which are handed over, and which never are."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+from replica_fakes import MODEL, Running, running
+from test_kv_waits import SmallCache, close, waits
+
+from midstream.core.errors import HEADER_HANDED
+from midstream.core.headers import (
+    HEADER_BOOT,
+    HEADER_EXPECTED_TOKENS,
+    HEADER_MOVED,
+    HEADER_SESSION,
+    HEADER_STAY,
+)
+from midstream.core.price import Handed, Moved, Offer
+
+LONG = "a prompt that is long enough to measure"
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def ask(
+    here: Running, key: str | None, says: int | None = None, prompt: str = LONG, **headers: str
+) -> asyncio.Task[httpx.Response]:
+    """As a gateway sends it."""
+    given = {HEADER_BOOT: here.replica.boot, **headers}
+    given |= {} if key is None else {HEADER_SESSION: key}
+    given |= {} if says is None else {HEADER_EXPECTED_TOKENS: str(says)}
+    body = {"model": MODEL, "prompt": f"{prompt} {key}", "max_tokens": 3}
+    return asyncio.create_task(here.http.post("/v1/completions", json=body, headers=given))
+
+
+async def offer(here: Running, **fields: Any) -> None:
+    given = {"room_tokens": 1000, "prefill_tokens_s": 1000.0, **fields}
+    body = msgspec.json.encode(Offer(**given))
+    assert (await here.http.post("/replica/offer", content=body)).status_code == 202
+
+
+def handed_over(answer: httpx.Response) -> Handed:
+    assert answer.status_code == 503, answer.text
+    assert answer.headers["retry-after"] == "1"
+    return msgspec.json.decode(answer.headers[HEADER_HANDED], type=Handed)
+
+
+def test(tmp_path: Path, work: Callable[[Running, Clock], Awaitable[None]], **more: Any) -> None:
+    clock = Clock()
+
+    async def main() -> None:
+        async with (
+            asyncio.timeout(15),
+            running(tmp_path, SmallCache(), kv_budget=1.0, monotonic=clock, **more) as here,
+        ):
+            await work(here, clock)
+            here.replica.budget.account.check()
+            assert here.replica.own.service is not None
+            assert not here.replica.own.service.called
+
+    asyncio.run(main())
+
+
+test.__test__ = False  # type: ignore[attr-defined]
+
+
+async def two_too_many(here: Running) -> asyncio.Task[httpx.Response]:
+    """Three sessions of 44 tokens in a cache of 100, which were shorter when they began: the last one's second turn waits."""
+    for key, prompt in (*((key, "a short prompt") for key in "abc"), ("a", LONG), ("b", LONG)):
+        answer = await ask(here, key, 10, prompt)
+        assert answer.status_code == 200, answer.text
+    second = ask(here, "c")
+    await waits(here, 1)
+    return second
+
+
+def test_a_turn_that_waits_is_handed_over_when_that_pays_and_frees_its_claim(tmp_path: Path) -> None:
+    async def work(here: Running, clock: Clock) -> None:
+        second = await two_too_many(here)
+        account = here.replica.budget.account
+        claimed = account.claimed
+        # It saves nothing yet, and then less than it costs.
+        await offer(here)
+        clock.now = 4.0
+        await offer(here, prefill_tokens_s=4.0)
+        assert len(here.replica.budget.queue) == 1
+        await offer(here)
+        handed = handed_over(await second)
+        assert (handed.reason, handed.begun, handed.tokens, handed.saved_s) == ("wait", True, 41, 4.0)
+        assert handed.age_s >= 4.0
+        assert account.claimed < claimed
+        assert isinstance(here.engine, SmallCache)
+        assert here.engine.sessions_over == ["\0c"]
+        assert here.replica.report().pace.waiting == 0
+        # Its gateway found nobody who takes it for less: here it is let in by its place, and stays.
+        again = ask(here, "c", **{HEADER_STAY: "1"})
+        await waits(here, 0)
+        assert (await again).status_code == 200
+
+    test(tmp_path, work)
+
+
+@pytest.mark.parametrize("why", ["no room", "not of a gateway", "stays"])
+def test_a_turn_waits_on_where_there_is_no_room_for_it_or_it_may_not_move(tmp_path: Path, why: str) -> None:
+    async def work(here: Running, clock: Clock) -> None:
+        for key in "ab":
+            assert (await ask(here, key, 50)).status_code == 200
+        if why == "not of a gateway":
+            body = {"model": MODEL, "prompt": f"{LONG} c", "max_tokens": 3}
+            waiting = asyncio.create_task(
+                here.http.post("/v1/completions", json=body, headers={HEADER_SESSION: "c"})
+            )
+        else:
+            waiting = ask(here, "c", 50, **({HEADER_STAY: "1"} if why == "stays" else {}))
+        await waits(here, 1)
+        clock.now = 1.0
+        await offer(here, **({"room_tokens": 49} if why == "no room" else {}))
+        assert len(here.replica.budget.queue) == 1
+        await close(here, "a")
+        assert (await waiting).status_code == 200
+
+    test(tmp_path, work)
+
+
+def test_a_new_session_that_waits_goes_to_whoever_has_room(tmp_path: Path) -> None:
+    async def work(here: Running, clock: Clock) -> None:
+        for key in "ab":
+            assert (await ask(here, key, 50)).status_code == 200
+        waiting = [ask(here, "c", 60), ask(here, "d", 50)]
+        await waits(here, 2)
+        await offer(here, room_tokens=100)
+        done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        assert done == {waiting[0]}, "the first in the queue, and no more than there is room for"
+        handed = handed_over(waiting[0].result())
+        assert (handed.begun, handed.needs) == (False, 60)
+        await close(here, "a")
+        assert (await waiting[1]).status_code == 200
+
+    test(tmp_path, work)
+
+
+def test_a_replica_that_leaves_hands_over_what_waits_and_what_comes(tmp_path: Path) -> None:
+    async def work(here: Running, clock: Clock) -> None:
+        second = await two_too_many(here)
+        waiting = ask(here, "d", 50)
+        await waits(here, 2)
+        await offer(here, leaving=True)
+        answers = [handed_over(await one) for one in (second, waiting, ask(here, "a"), ask(here, None))]
+        assert {one.reason for one in answers} == {"leaving"}
+        assert [one.begun for one in answers] == [True, False, True, False]
+        # Nobody else can take it.
+        assert (await ask(here, "a", **{HEADER_STAY: "1"})).status_code == 200
+        # It was taken back.
+        clock.now = 3.0
+        assert (await ask(here, "a")).status_code == 200
+
+    test(tmp_path, work)
+
+
+def test_a_session_that_moved_here_waits_as_one_that_is_as_old_and_its_tokens_are_counted(
+    tmp_path: Path,
+) -> None:
+    async def work(here: Running, clock: Clock) -> None:
+        for key in "ab":
+            assert (await ask(here, key, 50)).status_code == 200
+        waiting = ask(here, "new", 50)
+        await waits(here, 1)
+        clock.now = 1.0
+        moved = msgspec.json.encode(Moved(age_s=500.0)).decode()
+        older = ask(here, "older", 50, **{HEADER_MOVED: moved})
+        await waits(here, 2)
+        assert here.replica.budget.queue.position(("", "older")) == 1
+        await close(here, "a")
+        usage = (await older).json()["usage"]
+        pace = here.replica.report().pace
+        assert (pace.moved, pace.moved_tokens) == (
+            1,
+            usage["prompt_tokens"] - usage["prompt_tokens_details"]["cached_tokens"],
+        )
+        await close(here, "older")
+        assert (await waiting).status_code == 200
+
+    test(tmp_path, work)
+
+
+def test_what_is_no_offer_is_refused(tmp_path: Path) -> None:
+    async def work(here: Running, clock: Clock) -> None:
+        for body in (b"{", b'{"room_tokens": -1}', b'{"prefill_tokens_s": 1e99}'):
+            assert (await here.http.post("/replica/offer", content=body)).status_code == 400
+
+    test(tmp_path, work)
