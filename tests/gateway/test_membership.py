@@ -54,7 +54,11 @@ class Server:
             monotonic=lambda: self.now,
         )
         api = MembershipApi(
-            ledger, self.deployments, allowed=("10.0.0.7", "other:1"), changed=self.desired_state.look_once
+            ledger,
+            self.deployments,
+            allowed=("10.0.0.7", "other:1"),
+            changed=self.desired_state.look_once,
+            clock=lambda: 1000.0 + self.now,
         )
         app = control_app(self.deployments, GatewayMetrics(self.deployments), apis=[api])
         self.http = httpx.AsyncClient(transport=httpx.ASGITransport(Checked(app)), base_url="http://gateway")
@@ -113,7 +117,7 @@ def test_a_replica_joins_and_another_gateway_on_the_ledger_knows_it_too(tmp_path
         shown = await server.ask("POST", url=FAR + "/", weight=2.5)
         assert shown == {
             "name": "10.0.0.7:9000", "url": FAR, "weight": 2.5, "drain": False, "standing": "member",
-            "usable": False, "in_flight": 0, "snapshot": None,
+            "usable": False, "in_flight": 0, "snapshot": None, "leaves_at": None,
         }  # fmt: skip
         assert names(server) == ["replica-0", "10.0.0.7:9000"]
         assert [replica.name for replica in server.told.replicas] == ["replica-0"], "not ours to run"
@@ -242,6 +246,30 @@ def test_a_drained_replica_takes_nothing_new_and_is_admitted_anew_when_it_return
         assert (shown["standing"], shown["weight"]) == ("member", 3)
         assert not view.usable, "control says when it serves what it should"
         assert next(v for v in server.replicas.views if v.name == name) is view
+
+    serve(tmp_path, work)
+
+
+@pytest.mark.parametrize("name", ["replica-0", "10.0.0.7:9000"])
+def test_a_spot_notice_is_one_call_that_may_come_again(tmp_path: Path, name: str) -> None:
+    async def work(server: Server) -> None:
+        await server.ask("POST", url=FAR)
+        shown = await server.ask("PATCH", f"/{name}", drain=True, within_s=120)
+        assert (shown["standing"], shown["drain"], shown["leaves_at"]) == ("leaving", True, 1120.0)
+        server.now = 60.0
+        again = await server.ask("PATCH", f"/{name}", drain=True, within_s=120)
+        assert again["leaves_at"] == 1120.0, "it is the same notice"
+        sooner = await server.ask("PATCH", f"/{name}", drain=True, within_s=10)
+        assert sooner["leaves_at"] == 1070.0
+        assert (await server.ask("PATCH", f"/{name}", weight=2))["leaves_at"] == 1070.0
+        listed = (await server.ask("GET"))["replicas"]
+        assert {one["name"]: one["leaves_at"] for one in listed}[name] == 1070.0
+        stays = await server.ask("PATCH", f"/{name}", drain=False)
+        assert (stays["standing"], stays["leaves_at"]) == ("member", None)
+        for body in ({"within_s": 5, "weight": 1}, {"within_s": 5, "drain": False}):
+            wrong = await server.ask("PATCH", f"/{name}", status=400, **body)
+            assert wrong["error"]["param"] == "within_s"
+        await server.ask("PATCH", f"/{name}", status=400, drain=True, within_s=-1)
 
     serve(tmp_path, work)
 

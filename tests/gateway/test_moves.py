@@ -1,0 +1,395 @@
+"""Sessions that move by their price, over a gateway before mock replicas: where they go, what goes along, who is told what."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Callable
+
+import msgspec
+import pytest
+from gateway_harness import Handler, Message, Peer, Stage, post, respond_ok, run, staged
+from reports import changed, replica_report
+from test_resume import BODY, WHOLE, WRITES, begin, go_on, numbers, resumes
+from test_resume import answer as stream_of
+
+from midstream.core.errors import HandedOver, Overloaded
+from midstream.core.kv import KvWaits
+from midstream.core.price import Handed, Moved, Offer, TurnPace
+from midstream.fleet.moves import PROMISED_S, Mover
+from midstream.fleet.replica_set import ReplicaSet
+from midstream.fleet.replicas import DeploymentReplicas
+
+SESSION = "x-multi-turn-session-id: s1\r\n"
+FULL = KvWaits(budget_tokens=10_000, claimed_tokens=9_900)
+EMPTY = KvWaits(budget_tokens=10_000)
+FAST = TurnPace(prefill_tokens_s=1000.0)
+
+
+def handed(**fields: object) -> Handed:
+    usual = {"reason": "wait", "tokens": 2000, "needs": 3000, "saved_s": 10.0, "age_s": 7.0, "begun": True}
+    return Handed(**{**usual, "prefill_tokens_s": 500.0, **fields})  # type: ignore[arg-type]
+
+
+def refuse(peer: Peer, error: HandedOver | Overloaded) -> None:
+    headers = "".join(f"{name}: {value}\r\n" for name, value in error.headers().items())
+    peer.respond(json.dumps(error.body()).encode(), f"{error.status} X", headers)
+
+
+def hands_over(says: Handed) -> Handler:
+    """A replica that hands over whatever may go."""
+
+    async def handler(request: Message, peer: Peer) -> None:
+        if "x-midstream-stay" in request.headers:
+            peer.respond()
+        else:
+            refuse(peer, HandedOver(msgspec.json.encode(says).decode()))
+
+    return handler
+
+
+def hear(stage: Stage, index: int, **fields: object) -> None:
+    view = stage.views[index]
+    given = {"kv_waits": EMPTY, "pace": FAST, **fields}
+    view.replica.hear(replica_report(view.name, f"boot of {view.name}", **given))  # type: ignore[arg-type]
+    view.admitted = True
+
+
+async def home_of(stage: Stage) -> int:
+    """The session's replica, after its first turn."""
+    first = await stage.ask(post(headers=SESSION))
+    return int(first.headers["x-midstream-replica"][-1])
+
+
+def lives(stage: Stage) -> str | None:
+    return stage.gateway.proxy.deployments.default.sessions.home(("", "s1"))
+
+
+def counts(stage: Stage) -> dict[str, int]:
+    return dict(stage.metrics.moves)
+
+
+def test_a_session_that_its_home_hands_over_lives_where_that_costs_least() -> None:
+    async def main() -> None:
+        async with staged(*[respond_ok] * 3) as stage:
+            home = await home_of(stage)
+            dear, cheap = [at for at in range(3) if at != home]
+            hear(stage, dear, pace=TurnPace(prefill_tokens_s=300.0))
+            hear(stage, cheap)
+            stage.mocks[home].handler = hands_over(handed())
+            moved = await stage.ask(post(headers=SESSION))
+            assert (moved.status, moved.headers["x-midstream-route-reason"]) == (200, "priced")
+            assert moved.headers["x-midstream-replica"] == lives(stage) == f"replica-{cheap}"
+            request = stage.mocks[cheap].requests[-1]
+            said = msgspec.json.decode(request.headers["x-midstream-moved"], type=Moved)
+            assert said == Moved(url=stage.views[home].url, begun=True, age_s=7.0)
+            assert int(request.headers["x-midstream-placed"]) > 0
+            assert (counts(stage), stage.metrics.retries["handed_over"]) == ({"wait": 1}, 1)
+            again = await stage.ask(post(headers=SESSION))
+            assert again.headers["x-midstream-route-reason"] == "sticky"
+            assert "x-midstream-moved" not in stage.mocks[cheap].requests[-1].headers
+
+    run(main)
+
+
+REFUSED: dict[str, Callable[[Stage, int], None]] = {
+    "dear": lambda stage, at: hear(stage, at, pace=TurnPace(prefill_tokens_s=100.0)),
+    "turns wait there": lambda stage, at: hear(stage, at, pace=TurnPace(prefill_tokens_s=1e4, waiting=1)),
+    "full": lambda stage, at: hear(stage, at, kv_waits=FULL),
+    "not usable": lambda stage, at: setattr(stage.views[at], "admitted", False),
+    "another snapshot serves there": lambda stage, at: hear(stage, at, snapshot="step-2"),
+}
+
+
+@pytest.mark.parametrize("why", REFUSED)
+def test_a_turn_goes_back_to_a_home_that_keeps_it_where_its_move_does_not_pay(why: str) -> None:
+    async def main() -> None:
+        async with staged(respond_ok, respond_ok) as stage:
+            for at in range(2):
+                hear(stage, at)
+            home = await home_of(stage)
+            REFUSED[why](stage, 1 - home)
+            stage.mocks[home].handler = hands_over(handed())
+            pinned = SESSION + "x-midstream-snapshot: base\r\n"
+            kept = await stage.ask(post(headers=pinned if "snapshot" in why else SESSION))
+            assert (kept.status, kept.headers["x-midstream-replica"]) == (200, f"replica-{home}")
+            assert stage.mocks[home].requests[-1].headers["x-midstream-stay"] == "1"
+            assert stage.mocks[1 - home].requests == []
+            assert (lives(stage), counts(stage)) == (f"replica-{home}", {})
+
+    run(main)
+
+
+def test_a_replica_that_leaves_gets_no_turn_back_unless_there_is_no_other() -> None:
+    async def main() -> None:
+        async with staged(respond_ok, respond_ok) as stage:
+            home = await home_of(stage)
+            # It is full, and still the only one there is.
+            hear(stage, 1 - home, kv_waits=FULL)
+            stage.mocks[home].handler = hands_over(handed(reason="leaving", saved_s=0.0))
+            moved = await stage.ask(post(headers=SESSION))
+            assert moved.headers["x-midstream-replica"] == lives(stage) == f"replica-{1 - home}"
+            assert counts(stage) == {"leaving": 1}
+            # One without a session is nobody's, and goes anywhere.
+            stage.mocks[1 - home].handler = hands_over(handed(reason="leaving", begun=False))
+            stage.mocks[home].handler = respond_ok
+            for _ in range(2):
+                assert (await stage.ask(post())).headers["x-midstream-replica"] == f"replica-{home}"
+        async with staged(hands_over(handed(reason="leaving"))) as stage:
+            assert (await stage.ask(post(headers=SESSION))).status == 200
+            assert (await stage.ask(post())).status == 200
+
+    run(main)
+
+
+def test_a_session_lives_on_at_home_when_its_new_home_is_full_after_all() -> None:
+    async def main() -> None:
+        async with staged(respond_ok, respond_ok) as stage:
+            for at in range(2):
+                hear(stage, at)
+            home = await home_of(stage)
+
+            async def is_full(request: Message, peer: Peer) -> None:
+                refuse(peer, Overloaded("it is full"))
+
+            stage.mocks[home].handler = hands_over(handed())
+            stage.mocks[1 - home].handler = is_full
+            kept = await stage.ask(post(headers=SESSION))
+            assert (kept.status, kept.headers["x-midstream-replica"]) == (200, f"replica-{home}")
+            assert lives(stage) == f"replica-{home}"
+
+    run(main)
+
+
+def test_all_turns_of_a_session_that_are_handed_over_go_to_one_home() -> None:
+    async def main() -> None:
+        async with staged(*[respond_ok] * 3) as stage:
+            for at in range(3):
+                hear(stage, at)
+            home = await home_of(stage)
+            together = asyncio.Barrier(2)
+            says = HandedOver(msgspec.json.encode(handed()).decode())
+
+            async def both(request: Message, peer: Peer) -> None:
+                await together.wait()
+                refuse(peer, says)
+
+            stage.mocks[home].handler = both
+            turns = await asyncio.gather(*(stage.ask(post(headers=SESSION)) for _ in range(2)))
+            assert {turn.headers["x-midstream-replica"] for turn in turns} == {lives(stage)}
+            assert lives(stage) != f"replica-{home}"
+            assert counts(stage) == {"wait": 1}
+
+    run(main)
+
+
+# -- who is told what
+
+
+def told(stage: Stage) -> dict[int, Offer]:
+    """By replica: the offer that it got last. They are forgotten."""
+    found = {}
+    for at, mock in enumerate(stage.mocks):
+        for request in mock.requests:
+            if "/replica/offer" in request.start:
+                found[at] = msgspec.json.decode(request.body, type=Offer)
+        mock.requests.clear()
+    return found
+
+
+async def take_offers(request: Message, peer: Peer) -> None:
+    peer.respond(status="202 Accepted")
+
+
+def test_a_replica_whose_turns_wait_is_told_of_the_one_with_most_room_and_a_new_one_counts_at_once() -> None:
+    async def main() -> None:
+        async with staged(*[take_offers] * 4) as stage:
+            mover = stage.gateway.proxy.deployments.default.mover
+            for at in range(4):
+                hear(stage, at, kv_waits=FULL)
+            await mover.look()
+            assert told(stage) == {}, "nothing waits"
+            waits = TurnPace(prefill_tokens_s=500.0, waiting=3, wait_s=9.0)
+            hear(stage, 0, kv_waits=FULL, pace=waits)
+            hear(stage, 1, kv_waits=FULL, pace=waits)
+            stage.views[3].admitted = False
+            await mover.look()
+            assert told(stage)[0].room_tokens == 50, "of what is left of a full one, each gets a half"
+            # One joins: it is there, and empty.
+            hear(stage, 3)
+            await mover.look()
+            offers = told(stage)
+            assert sorted(offers) == [0, 1]
+            assert max(offer.room_tokens for offer in offers.values()) == 10_000
+            assert [offer.prefill_tokens_s for offer in offers.values()] == [1000.0, 1000.0]
+
+    run(main)
+
+
+def test_a_busy_replica_is_told_of_an_idle_one_only() -> None:
+    async def main() -> None:
+        async with staged(*[take_offers] * 2) as stage:
+            mover = stage.gateway.proxy.deployments.default.mover
+            hear(stage, 0, in_flight=3)
+            hear(stage, 1, in_flight=1)
+            await mover.look()
+            assert told(stage) == {}
+            hear(stage, 1)
+            await mover.look()
+            assert {at: offer.idle for at, offer in told(stage).items()} == {0: True}
+
+    run(main)
+
+
+def leave(stage: Stage, index: int, leaves_at: float | None = None) -> None:
+    views = stage.views
+    facts = stage.gateway.proxy.deployments.default.replicas.facts
+    facts.set_members([(view.name, view.url) for view in views], {views[index].name})
+    views[index].replica.leaves_at = leaves_at
+
+
+def test_a_replica_that_leaves_is_told_so_and_its_sessions_take_their_turns_along() -> None:
+    async def main() -> None:
+        async with staged(take_offers, take_offers) as stage:
+            for at in range(2):
+                hear(stage, at)
+                stage.mocks[at].handler = respond_ok
+            home = await home_of(stage)
+            leave(stage, home)
+            for mock in stage.mocks:
+                mock.requests.clear()
+                mock.handler = take_offers
+            await stage.gateway.proxy.deployments.default.mover.look()
+            assert told(stage) == {home: Offer(leaving=True)}
+            stage.mocks[1 - home].handler = respond_ok
+            moved = await stage.ask(post(headers=SESSION))
+            assert moved.headers["x-midstream-route-reason"] == "moved"
+            said = stage.mocks[1 - home].requests[-1].headers["x-midstream-moved"]
+            assert msgspec.json.decode(said, type=Moved).url == stage.views[home].url
+            assert counts(stage) == {"leaving": 1}
+
+    run(main)
+
+
+def test_the_last_replica_is_not_told_to_hand_anything_over() -> None:
+    async def main() -> None:
+        async with staged(take_offers, take_offers) as stage:
+            stage.views[1].admitted = False
+            leave(stage, 0)
+            await stage.gateway.proxy.deployments.default.mover.look()
+            assert told(stage) == {}
+
+    run(main)
+
+
+def test_what_was_promised_is_no_room_for_others_until_a_report_may_have_it() -> None:
+    async def main() -> None:
+        now = 0.0
+        facts = DeploymentReplicas([("a", "http://a:1"), ("b", "http://b:1")])
+        replicas = ReplicaSet(facts)
+        mover = Mover(replicas, lambda: now)
+        for view in replicas.views:
+            view.replica.hear(replica_report(view.name, kv_waits=EMPTY, pace=FAST))
+            view.admitted = True
+        placed = [mover.place(handed(needs=4000), "a") for _ in range(3)]
+        assert [found is not None for found in placed] == [True, True, False]
+        now = PROMISED_S
+        found = mover.place(handed(needs=4000), "a")
+        assert found is not None
+        assert found[1].reason == "priced"
+        assert (
+            found[1].explanation == "a hands it over (wait): 2000 tokens cost 2 s there, and 10 s are saved"
+        )
+
+    asyncio.run(main())
+
+
+# -- a replica whose time is over
+
+
+def test_streams_and_requests_of_a_replica_whose_time_is_over_go_on_elsewhere_as_no_loss() -> None:
+    async def main() -> None:
+        async def handler(request: Message, peer: Peer) -> None:
+            if "resume" in request.start:
+                go_on(request, peer)
+            elif request.body == BODY:
+                begin(peer)
+                peer.send(WRITES[0] + WRITES[1])
+                await peer.closed()
+            elif peer in stage.mocks[0].peers:
+                await peer.closed()
+            else:
+                peer.respond()
+
+        async with staged(handler, handler) as stage:
+            stage.views[1].admitted = False
+            streamed = asyncio.create_task(stream_of(stage))
+            await stage.mocks[0].asked(1)
+            asked = asyncio.create_task(stage.ask(post()))
+            await stage.mocks[0].asked(2)
+            requests = stage.gateway.proxy.upstream(stage.views[0].replica).requests
+            async with asyncio.timeout(60):
+                while not any(one.answered for one in requests):  # noqa: ASYNC110 - the head has no event
+                    await asyncio.sleep(0)
+            leave(stage, 0, time.time() + 3600)
+            stage.gateway.proxy.check_replicas(0.0)
+            assert len(requests) == 2, "it has time"
+            stage.views[0].replica.leaves_at = time.time() - 1
+            stage.gateway.proxy.check_replicas(0.0)
+            assert len(requests) == 2, "nobody else is usable"
+            stage.views[1].admitted = True
+            stage.gateway.proxy.check_replicas(0.0)
+            assert await streamed == WHOLE
+            assert (await asked).headers["x-midstream-replica"] == "replica-1"
+            assert len(resumes(stage)) == 1
+            assert stage.metrics.upstream_errors == {}
+            assert repr(stage.gateway.proxy.suspects) == "Suspects(0 requests, 0 refused)"
+
+    run(main)
+
+
+def test_a_stream_that_nobody_could_go_on_with_stays_on_a_replica_whose_time_is_over() -> None:
+    async def main() -> None:
+        goes_on = asyncio.Event()
+
+        async def handler(request: Message, peer: Peer) -> None:
+            begin(peer, "")
+            peer.send(WRITES[0])
+            await goes_on.wait()
+            for data in WRITES[1:]:
+                peer.send(data)
+            peer.end_stream()
+
+        async with staged(handler, handler) as stage:
+            stage.views[1].admitted = False
+            streamed = asyncio.create_task(stream_of(stage))
+            await stage.mocks[0].asked(1)
+            [request] = stage.gateway.proxy.upstream(stage.views[0].replica).requests
+            async with asyncio.timeout(60):
+                while not request.answered:  # noqa: ASYNC110 - the head has no event
+                    await asyncio.sleep(0)
+            stage.views[1].admitted = True
+            leave(stage, 0, 0.0)
+            stage.gateway.proxy.check_replicas(0.0)
+            goes_on.set()
+            events, complete = await streamed
+            assert (events[:5], complete) == (numbers(0, 5), True)
+
+    run(main)
+
+
+def test_a_report_without_a_budget_has_room_unless_turns_wait() -> None:
+    """As a replica says that knows nothing of its cache."""
+
+    async def main() -> None:
+        async with staged(respond_ok, respond_ok) as stage:
+            home = await home_of(stage)
+            report = stage.views[1 - home].replica.heard
+            assert report is not None
+            stage.views[1 - home].replica.hear(changed(report, pace=FAST))
+            stage.mocks[home].handler = hands_over(handed(needs=10**9))
+            moved = await stage.ask(post(headers=SESSION))
+            assert moved.headers["x-midstream-replica"] == f"replica-{1 - home}"
+
+    run(main)
