@@ -40,3 +40,10 @@ def test_a_model_names_its_deployment(model: str) -> None:
     drawn = _look(server(), render, model)
     assert "replica-0" in drawn
     assert "step-1" in drawn
+
+
+def test_a_replica_whose_machine_goes_is_named_with_the_time() -> None:
+    metrics = {"midstream_replica_leaves_timestamp_seconds": [({"replica": "replica-0"}, 3725.0)]}
+    shown = render(read_status({"replicas": [ROW]}), metrics)
+    assert shown.endswith("\n\nreplica-0 leaves at 01:02:05 UTC")
+    assert "leaves" not in render(read_status({"replicas": [ROW]}), {})

@@ -16,7 +16,7 @@ from midstream.core.price import (
     MOVE_EVERY_S,
     Handed,
     Moved,
-    Offer,
+    RoomOffer,
     Target,
     TurnPace,
     best,
@@ -125,7 +125,7 @@ def waiting(number: int, waited_s: float, tokens: int = 1000, *, begun: bool = T
     return Movable(("", f"s{number}"), tokens, tokens, begun, waited_s)
 
 
-OFFER = Offer(room_tokens=10_000, prefill_tokens_s=1000.0, token_s=0.01)
+OFFER = RoomOffer(room_tokens=10_000, prefill_tokens_s=1000.0, token_s=0.01)
 
 
 def test_a_turn_that_waits_goes_once_it_has_waited_for_longer_than_its_history_costs() -> None:
@@ -162,20 +162,20 @@ def test_a_turn_leaves_a_busy_engine_for_an_idle_one_by_what_was_measured_at_bot
     # 100 gaps of 50 ms here, of 10 ms there: 4 s are saved, and 1,000 tokens cost 1 s.
     moves.take(OFFER, 0.0)
     assert moves.on_arrival(arrives, 0.0) is None, "it is not idle"
-    idle = Offer(room_tokens=10_000, prefill_tokens_s=1000.0, token_s=0.01, idle=True)
+    idle = RoomOffer(room_tokens=10_000, prefill_tokens_s=1000.0, token_s=0.01, idle=True)
     moves.take(idle, 0.0)
     assert moves.on_arrival(waiting(1, 0.0, tokens=4000), 0.0) is None
     found = moves.on_arrival(arrives, 0.0)
     assert found is not None
     assert (found.reason, round(found.saved_s, 1)) == ("slow", 4.0)
     assert moves.on_arrival(waiting(2, 0.0), 0.0) is None, "it has one now"
-    moves.take(Offer(room_tokens=10_000, prefill_tokens_s=1000.0, idle=True), 1.0)
+    moves.take(RoomOffer(room_tokens=10_000, prefill_tokens_s=1000.0, idle=True), 1.0)
     assert moves.on_arrival(arrives, 1.0) is None, "nothing was measured there"
 
 
 def test_a_replica_that_leaves_hands_over_whatever_may_go() -> None:
     moves = Moves()
-    moves.take(Offer(leaving=True), 0.0)
+    moves.take(RoomOffer(leaving=True), 0.0)
     arrives = moves.on_arrival(waiting(1, 0.0), 0.0)
     assert arrives is not None
     assert arrives.reason == "leaving"

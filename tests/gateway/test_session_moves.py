@@ -16,7 +16,7 @@ from test_resume import answer as stream_of
 
 from midstream.core.errors import HandedOver, Overloaded
 from midstream.core.kv import KvWaits
-from midstream.core.price import Handed, Moved, Offer, TurnPace
+from midstream.core.price import Handed, Moved, RoomOffer, TurnPace
 from midstream.fleet.moves import PROMISED_S, Mover
 from midstream.fleet.replica_set import ReplicaSet
 from midstream.fleet.replicas import DeploymentReplicas
@@ -187,13 +187,13 @@ def test_all_turns_of_a_session_that_are_handed_over_go_to_one_home() -> None:
 # -- who is told what
 
 
-def told(stage: Stage) -> dict[int, Offer]:
+def told(stage: Stage) -> dict[int, RoomOffer]:
     """By replica: the offer that it got last. They are forgotten."""
     found = {}
     for at, mock in enumerate(stage.mocks):
         for request in mock.requests:
             if "/replica/offer" in request.start:
-                found[at] = msgspec.json.decode(request.body, type=Offer)
+                found[at] = msgspec.json.decode(request.body, type=RoomOffer)
         mock.requests.clear()
     return found
 
@@ -261,7 +261,7 @@ def test_a_replica_that_leaves_is_told_so_and_its_sessions_take_their_turns_alon
                 mock.requests.clear()
                 mock.handler = take_offers
             await stage.gateway.proxy.deployments.default.mover.look()
-            assert told(stage) == {home: Offer(leaving=True)}
+            assert told(stage) == {home: RoomOffer(leaving=True)}
             stage.mocks[1 - home].handler = respond_ok
             moved = await stage.ask(post(headers=SESSION))
             assert moved.headers["x-midstream-route-reason"] == "moved"

@@ -21,7 +21,7 @@ from midstream.core.headers import (
     HEADER_SESSION,
     HEADER_STAY,
 )
-from midstream.core.price import Handed, Moved, Offer
+from midstream.core.price import Handed, Moved, RoomOffer
 
 LONG = "a prompt that is long enough to measure"
 
@@ -46,7 +46,7 @@ def ask(
 
 async def offer(here: Running, **fields: Any) -> None:
     given = {"room_tokens": 1000, "prefill_tokens_s": 1000.0, **fields}
-    body = msgspec.json.encode(Offer(**given))
+    body = msgspec.json.encode(RoomOffer(**given))
     assert (await here.http.post("/replica/offer", content=body)).status_code == 202
 
 

@@ -352,6 +352,7 @@ def _replica(deployment: Deployment, view: ReplicaView) -> dict[str, Any]:
         "deployment": deployment.name,
         "usable": view.usable,
         "standing": view.replica.standing,
+        "leaves_at": view.replica.leaves_at,
         "in_flight": view.replica.in_flight,
         "own": view.replica.own,
         "error": deployment.troubles.get(view.name) or view.replica.last_words or None,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -93,11 +94,17 @@ def render(status: Status, metrics: Metrics, policies: Policies = (), groups: Gr
     parts = [table(HEADS, [_row(replica, metrics) for replica in replicas])]
     if status.rebase_problem:
         parts.append(plain(f"a long chain of deltas is not shortened: {status.rebase_problem}"))
+    ends = metrics.get("midstream_replica_leaves_timestamp_seconds", ())
+    parts += [f"{plain(labels['replica'])} leaves at {_clock(at)}" for labels, at in ends]
     if policies:
         parts.append(table(POLICY_HEADS, [row for policy in policies for row in _policy_rows(policy)]))
     if groups:
         parts.append(pushes_text(groups, serving=lambda identity: _serving(replicas, identity)))
     return "\n\n".join(parts)
+
+
+def _clock(at: float) -> str:
+    return time.strftime("%H:%M:%S UTC", time.gmtime(at))
 
 
 def _serving(replicas: Sequence[ReplicaStatus], identity: str) -> int:

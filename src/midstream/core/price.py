@@ -1,7 +1,7 @@
 """What a session's move to another replica costs and saves, in seconds. Pure.
 
 A replica measures what its turns are like and reports it (`TurnPace`). A gateway tells a replica whose turns wait what another
-one offers (`Offer`). That replica alone decides which of its turns go there, as it knows their tokens and how long they wait,
+one offers (`RoomOffer`). That replica alone decides which of its turns go there, as it knows their tokens and their waits,
 and hands them back to the gateway (`Handed`). So several gateways have one decision. A gateway sends the turn on with `Moved`.
 
 Always holds:
@@ -50,7 +50,7 @@ class TurnPace(msgspec.Struct, frozen=True, kw_only=True):
     moved_tokens: _Whole = 0
 
 
-class Offer(msgspec.Struct, frozen=True, kw_only=True):
+class RoomOffer(msgspec.Struct, frozen=True, kw_only=True):
     """What a gateway tells a replica of the best other one. room_tokens: what sessions may claim there. The rest is as in
     TurnPace. idle: nothing runs there. leaving: this replica is asked to leave, and others take its turns."""
 
@@ -104,7 +104,7 @@ def pays(saved_s: float, tokens: int, prefill_tokens_s: float, paid_tokens: int 
     return cost is not None and saved_s > cost * MARGIN + GAIN_S_MIN
 
 
-def slow_s(home: TurnPace, running: int, offer: Offer) -> float:
+def slow_s(home: TurnPace, running: int, offer: RoomOffer) -> float:
     """What an answer of the usual length saves on an idle replica, beside those that run at home."""
     if not offer.idle or running < 1 or not offer.token_s:
         return 0.0
@@ -116,7 +116,7 @@ def is_open(target: Target) -> bool:
     return not target.pace.waiting and target.room_tokens > 0
 
 
-def offers(homes: Sequence[str], targets: Iterable[Target]) -> dict[str, Offer]:
+def offers(homes: Sequence[str], targets: Iterable[Target]) -> dict[str, RoomOffer]:
     """What each home is offered, by its name: the one with the most room, shared equally by the homes that it is offered to.
 
     homes: replicas with turns that wait, the longest wait first, and others whose turns may move.
@@ -130,7 +130,7 @@ def offers(homes: Sequence[str], targets: Iterable[Target]) -> dict[str, Offer]:
     shares = Counter(one.name for one in chosen.values())
     found = {}
     for home, one in chosen.items():
-        found[home] = Offer(
+        found[home] = RoomOffer(
             room_tokens=one.room_tokens // shares[one.name],
             prefill_tokens_s=one.pace.prefill_tokens_s,
             token_s=one.pace.token_s,

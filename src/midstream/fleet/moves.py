@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Iterable
 import msgspec
 
 from midstream.core.errors import ReplicaUnavailable
-from midstream.core.price import ROOM_UNKNOWN, Handed, Offer, Target, best, is_open, offers
+from midstream.core.price import ROOM_UNKNOWN, Handed, RoomOffer, Target, best, is_open, offers
 from midstream.fleet.known_replica import KnownReplica
 from midstream.fleet.placement import Decision
 from midstream.fleet.replica_set import ReplicaSet
@@ -31,7 +31,7 @@ LOOK_S, TELL_S = 0.5, 1.0
 PROMISED_S = 1.0
 #: From so many requests on, a replica is busy.
 BUSY_FROM = 2
-_LEAVE = Offer(leaving=True)
+_LEAVE = RoomOffer(leaving=True)
 
 
 class Mover:
@@ -65,7 +65,7 @@ class Mover:
         if made:
             await asyncio.gather(*(self._tell(view, offer) for view, offer in made))
 
-    async def _tell(self, view: ReplicaView, offer: Offer) -> None:
+    async def _tell(self, view: ReplicaView, offer: RoomOffer) -> None:
         # It is told again soon.
         with contextlib.suppress(ReplicaUnavailable):
             body = msgspec.json.encode(offer)
@@ -77,11 +77,11 @@ class Mover:
 
     # -- what is offered
 
-    def made(self) -> list[tuple[ReplicaView, Offer]]:
+    def made(self) -> list[tuple[ReplicaView, RoomOffer]]:
         """Each replica that is told something, and what."""
         views, leaving = self._replicas.views, self._replicas.leaving
         heard = [view for view in views if view.replica.heard is not None]
-        found: list[tuple[ReplicaView, Offer]] = []
+        found: list[tuple[ReplicaView, RoomOffer]] = []
         if leaving and any(view.usable for view in views):
             found += [(view, _LEAVE) for view in leaving if view.replica.heard is not None]
         if not any(_waiting(view) or view.replica.load >= BUSY_FROM for view in heard):

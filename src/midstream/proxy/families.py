@@ -125,6 +125,9 @@ REPLICAS: dict[str, Family] = {
         "gauge", "record files of its deployment in the bucket, as it last saw them", _REPLICA
     ),
     "midstream_replica_generation": Family("gauge", "generation of the last accepted signal", _REPLICA),
+    "midstream_replica_leaves_timestamp_seconds": Family(
+        "gauge", "when the machine of a replica that leaves goes, in seconds since the epoch", _REPLICA
+    ),
     "midstream_replica_snapshots_behind": Family(
         "gauge", "staleness: snapshots signalled after the one that serves", _REPLICA
     ),

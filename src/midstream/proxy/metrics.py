@@ -242,6 +242,11 @@ class GatewayMetrics:
         yield self._stalls(total.stall_s)
         yield from self._deployment_metrics()
         yield from self._replicas()
+        leaving = [view for d in self._deployments for view in (*d.replicas.views, *d.replicas.leaving)]
+        ends = [
+            ((view.name,), view.replica.leaves_at) for view in leaving if view.replica.leaves_at is not None
+        ]
+        yield _samples("midstream_replica_leaves_timestamp_seconds", ends)
         yield from self._measured()
         yield from self._ended()
         yield from total._push_counts()

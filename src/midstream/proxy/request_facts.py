@@ -125,7 +125,8 @@ def asked_lines(
 ) -> list[bytes]:
     """Lines for the replica: which boot is meant, what the client asks for, and where its session lives. begun: it is the rest
     of a stream."""
-    placed, session = at.chosen, asked.session
+    placed, session = at.placed, asked.session
+    assert placed is not None
     lines = [replica_lines(token_line, at.boot, not begun and asked.resumable)]
     if session is not None:
         lines.append(session_line(session[1]))

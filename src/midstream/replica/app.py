@@ -33,7 +33,7 @@ from midstream.core.headers import (
     HEADER_POLICY,
     HEADER_TOKEN,
 )
-from midstream.core.price import Offer
+from midstream.core.price import RoomOffer
 from midstream.core.responses import ResponseAsked
 from midstream.core.resumption import HEADER_RESUMABLE, PATH_RESUME, given_up, read_resume
 from midstream.core.sessions import SessionsAsked, SessionsHeld, SessionsReport
@@ -82,7 +82,7 @@ _rewarded = msgspec.json.Decoder(RewardAsked)
 _hinted = msgspec.json.Decoder(Hint)
 _response_asked = msgspec.json.Decoder(ResponseAsked)
 _paused = msgspec.json.Decoder(Pause)
-_offered = msgspec.json.Decoder(Offer)
+_offered = msgspec.json.Decoder(RoomOffer)
 _ids = msgspec.json.Decoder(tuple[str, ...] | None)
 _NO_TURNS = msgspec.json.encode(Sessions().trajectories())
 

@@ -27,7 +27,7 @@ from midstream.core.headers import (
     HEADER_STAY,
 )
 from midstream.core.kv import KvStats, KvWait, KvWaits
-from midstream.core.price import Handed, Moved, Offer, TurnPace
+from midstream.core.price import Handed, Moved, RoomOffer, TurnPace
 from midstream.core.types import GenerateRequest, Session
 from midstream.core.versions import from_header
 from midstream.replica.kv_account import Beginning, KvAccount
@@ -207,7 +207,7 @@ class KvBudget:
 
     # -- turns that another replica takes
 
-    def offered(self, offer: Offer) -> None:
+    def offered(self, offer: RoomOffer) -> None:
         """A gateway says what another replica has to offer, or that this one is asked to leave."""
         self.moves.take(offer, self._monotonic())
         self._hand_over()

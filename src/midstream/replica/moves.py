@@ -23,7 +23,7 @@ from midstream.core.price import (
     Handed,
     Moved,
     MoveReason,
-    Offer,
+    RoomOffer,
     TurnPace,
     pays,
     slow_s,
@@ -35,7 +35,7 @@ MEASURED_FROM, WAITS_OF_S = 32, 60.0
 #: Shorter prompts say little of a rate.
 PREFILL_FROM = 32
 MOVED_MAX = 100_000
-_NO_OFFER = Offer()
+_NO_OFFER = RoomOffer()
 
 
 class EndedTurn(Protocol):
@@ -129,7 +129,7 @@ class Moves:
 
     # -- what a gateway says
 
-    def take(self, offer: Offer, now: float) -> None:
+    def take(self, offer: RoomOffer, now: float) -> None:
         self._offer, self._until, self._room = offer, now + OFFER_S, offer.room_tokens
 
     def may_take(self, now: float) -> bool:

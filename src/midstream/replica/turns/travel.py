@@ -52,7 +52,7 @@ def unpacked(data: bytes) -> tuple[TurnTree, ...]:
     """Raises ValueError for what `packed` never wrote."""
     try:
         return tuple(_tree_of(given) for given in _decoder.decode(data)[:HOMES_MAX])
-    except (msgspec.MsgspecError, IndexError) as error:
+    except (msgspec.MsgspecError, ValueError) as error:
         raise ValueError(f"no turns: {error}") from error
 
 
@@ -86,6 +86,9 @@ def _tree_of(given: _Tree) -> TurnTree:
         parent = turns[one.parent - 1] if one.parent else None
         record = TurnRecord(one.finish, 0.0, _NONE, _NONE, b"", (), (), (), None)
         turns.append(Turn(number, parent, _ids(one.added), _ids(one.sampled), record, one.thoughts))
+    named = [number for _, numbers, *_ in (*given.words, *given.texts) for number in numbers]
+    if named and not 1 <= min(named) <= max(named) <= len(turns):
+        raise ValueError("a key names a turn that is not there")
     words = {key: tuple(turns[number - 1] for number in numbers) for key, numbers in given.words}
     texts = {
         key: (tuple(turns[number - 1] for number in numbers), length) for key, numbers, length in given.texts
