@@ -80,13 +80,18 @@ class Plan:
     agents: int = 0
 
 
-def plan_of(seed: int, *, pushes: bool = False, rebases: bool = False, agents: bool = False) -> Plan:
+def plan_of(
+    seed: int, *, pushes: bool = False, rebases: bool = False, agents: bool = False, leaves: bool = False
+) -> Plan:
     """pushes: all of them push, and somebody is struck in a phase of a push. rebases: there are more deltas, and each chain of
-    one or two of them is long. agents: beside the other clients, some whose sessions do not fit into the caches."""
+    one or two of them is long. agents: beside the other clients, some whose sessions do not fit into the caches. leaves:
+    machines of replicas are taken away on a notice, and come back."""
     if rebases:
         return _plan_of_rebases(seed)
     if agents:
         return _plan_of_agents(seed)
+    if leaves:
+        return _plan_of_leaves(seed)
     return _plan_of_pushes(seed) if pushes else _plan(seed)
 
 
@@ -106,6 +111,14 @@ def _plan_of_agents(seed: int) -> Plan:
     made = [Entry(round(at, 3), kind, value) for at, kind, value in agent_kinds(rng)]
     in_order = sorted((*plan.entries, *made), key=lambda entry: entry.at)
     return replace(plan, entries=tuple(in_order), agents=rng.randint(*AGENTS))
+
+
+def _plan_of_leaves(seed: int) -> Plan:
+    plan, rng = _plan(seed), random.Random(f"{seed} leaves")
+    plan.settings["deployment"]["replicas"] = rng.choice((2, 3))
+    made = [_entry("leave", rng) for _ in range(rng.randint(1, 4))]
+    in_order = sorted((*plan.entries, *made), key=lambda entry: entry.at)
+    return replace(plan, entries=tuple(in_order))
 
 
 def _plan_of_pushes(seed: int) -> Plan:
@@ -225,6 +238,10 @@ def _value(kind: str, rng: random.Random) -> Any:
             return round(rng.uniform(-7200.0, 7200.0), 1)
         case "scale":
             return rng.randint(1, 3)
+        case "leave":
+            # Short notices and none, and machines that are gone for a while.
+            within_s, gone_s = rng.choice((0.0, 0.5, 3.0, 60.0)), round(rng.uniform(0.5, 6.0), 2)
+            return {"replica": rng.randint(0, 2), "within_s": within_s, "s": gone_s}
         case "staging":
             return {"fails": 0.7, "s": round(rng.uniform(0.5, 4.0), 2)}
         case "disk":
@@ -260,9 +277,10 @@ class History:
         pushes: bool = False,
         rebases: bool = False,
         agents: bool = False,
+        leaves: bool = False,
     ) -> None:
         self.seed = seed
-        self.plan = plan_of(seed, pushes=pushes, rebases=rebases, agents=agents)
+        self.plan = plan_of(seed, pushes=pushes, rebases=rebases, agents=agents, leaves=leaves)
         self._left_out = frozenset(left_out)
         self.world = World(seed, model_dir)
         self.world.ranks = self.plan.ranks
@@ -512,17 +530,28 @@ class History:
         self.world.wall_offset_s += value
 
     async def _scale(self, count: int) -> None:
-        body = {"minReplicaCount": count, "maxReplicaCount": count}
-        for _ in range(10):
+        await self._patch("", {"minReplicaCount": count, "maxReplicaCount": count}, 10)
+
+    async def _leave(self, value: dict[str, Any]) -> None:
+        path = f"/replicas/replica-{value['replica']}"
+        if await self._patch(path, {"drain": True, "within_s": value["within_s"]}, 3):
+            self._count("a replica was asked to leave")
+        await asyncio.sleep(value["s"])
+        # Calm weather is no use without it.
+        await self._patch(path, {"drain": False}, 100)
+
+    async def _patch(self, path: str, body: dict[str, Any], tries: int) -> bool:
+        for _ in range(tries):
             try:
-                answer = await exchange(PORT, "PATCH", f"/v1/{DEPLOYMENT}", body)
+                answer = await exchange(PORT, "PATCH", f"/v1/{DEPLOYMENT}{path}", body)
             except Broken:
                 pass
             else:
-                if answer.status == 200:
-                    return
-                self._say(f"scale: {answer.status} {answer.body[:200]!r}")
+                if answer.status in (200, 404):
+                    return answer.status == 200
+                self._say(f"PATCH {path}: {answer.status} {answer.body[:200]!r}")
             await asyncio.sleep(0.5)
+        return False
 
     async def _staging(self, value: dict[str, Any]) -> None:
         self._fail_staging(value["fails"])

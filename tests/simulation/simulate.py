@@ -132,7 +132,8 @@ _ADDR_NO_RANDOMIZE = 0x0040000
 
 @dataclass(frozen=True)
 class Bed:
-    """What every history of a run is made from. plant: the name of a planted fault. pushes, rebases, agents: as of plan_of."""
+    """What every history of a run is made from. plant: the name of a planted fault. pushes, rebases, agents, leaves: as of
+    plan_of."""
 
     directory: Path
     weights: Weights
@@ -140,10 +141,16 @@ class Bed:
     pushes: bool = False
     rebases: bool = False
     agents: bool = False
+    leaves: bool = False
 
     @property
     def kind(self) -> dict[str, bool]:
-        return {"pushes": self.pushes, "rebases": self.rebases, "agents": self.agents}
+        return {
+            "pushes": self.pushes,
+            "rebases": self.rebases,
+            "agents": self.agents,
+            "leaves": self.leaves,
+        }
 
 
 def run_one(bed: Bed, seed: int, left_out: tuple[int, ...] = ()) -> dict[str, Any]:
@@ -339,6 +346,9 @@ def main() -> int:
         action="store_true",
         help="histories with agents, whose sessions wait for room in KV caches",
     )
+    parser.add_argument(
+        "--leaves", action="store_true", help="histories in which replicas are asked to leave, and come back"
+    )
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     parser.add_argument(
         "--keep-going", action="store_true", help="go on behind the first history that is wrong"
@@ -361,7 +371,8 @@ def main() -> int:
     os.environ |= {"AWS_ACCESS_KEY_ID": "sim", "AWS_SECRET_ACCESS_KEY": "simulated", "AWS_REGION": "sim"}
     with tempfile.TemporaryDirectory() as place:
         made = model_and_weights(arguments.bed or Path(place))
-        bed = Bed(*made, arguments.plant, arguments.pushes, arguments.rebases, arguments.agents)
+        kinds = (arguments.pushes, arguments.rebases, arguments.agents, arguments.leaves)
+        bed = Bed(*made, arguments.plant, *kinds)
         # Before the forks.
         import planted  # noqa: F401
 

@@ -26,6 +26,8 @@ PUSHES = [slow((0, 4)), variant((4, 46))]
 REBASES = [slow((2, 4)), variant((4, 44))]
 #: Likewise of histories with agents, whose sessions wait for room in KV caches.
 AGENTS = [slow((2, 4)), variant((4, 30))]
+#: Likewise of histories in which replicas are asked to leave.
+LEAVES = [slow((0, 3)), variant((3, 40))]
 #: Histories that failed once, and why. A change of the simulation makes other histories of these seeds: planted.py keeps the
 #: faults themselves.
 FOUND = {
@@ -146,6 +148,14 @@ def test_no_kv_is_claimed_for_nothing_and_nothing_waits_where_there_is_room(
     assert f"{last - first:8} end: well" in said
     for seen in ("agent: 200, waited", "agent: 200, at once", "agent: close 200", "agent: reward 200"):
         assert seen in said
+
+
+@pytest.mark.parametrize("block", LEAVES, ids=str)
+def test_no_turn_is_lost_when_machines_are_taken_away_on_a_notice(block: tuple[int, int], bed: Path) -> None:
+    first, last = block
+    said = simulate(bed, "--leaves", "--seeds", f"{first}:{last}", "--processes", "1", "--keep-going")
+    assert f"{last - first:8} end: well" in said
+    assert "a replica was asked to leave" in said
 
 
 @pytest.mark.variant
