@@ -272,6 +272,31 @@ def test_a_replica_that_leaves_is_told_so_and_its_sessions_take_their_turns_alon
     run(main)
 
 
+def test_sessions_of_a_replica_that_leaves_go_where_there_is_most_room_and_bury_nobody() -> None:
+    async def main() -> None:
+        async with staged(*[respond_ok] * 4) as stage:
+            for at in range(4):
+                hear(stage, at)
+            keys = [f"x-multi-turn-session-id: s{number}\r\n" for number in range(40)]
+            for key in keys:
+                await stage.ask(post(headers=key))
+            sessions = stage.gateway.proxy.deployments.default.sessions
+            left = [key for key in keys if sessions.home(("", key[25:].strip())) == "replica-0"]
+            assert len(left) > 4
+            leave(stage, 0)
+            hear(stage, 1, kv_waits=FULL)
+            hear(stage, 2, kv_waits=FULL)
+            for key in left[:-1]:
+                moved = await stage.ask(post(headers=key))
+                assert moved.headers["x-midstream-replica"] == "replica-3"
+            # It has more requests than its share.
+            hear(stage, 3, in_flight=50)
+            last = await stage.ask(post(headers=left[-1]))
+            assert last.headers["x-midstream-replica"] in ("replica-1", "replica-2")
+
+    run(main)
+
+
 def test_the_last_replica_is_not_told_to_hand_anything_over() -> None:
     async def main() -> None:
         async with staged(take_offers, take_offers) as stage:

@@ -44,13 +44,13 @@ class Mover:
         self._promised: dict[KnownReplica, deque[tuple[float, int]]] = {}
         self._told: set[str] = set()
         self._news = asyncio.Event()
-        replicas.subscribe(self._on_change)
 
     def __repr__(self) -> str:
         return f"Mover({self._replicas!r})"
 
     async def run(self) -> None:
         """Until cancelled."""
+        self._replicas.subscribe(self._on_change)
         while True:
             self._news.clear()
             await self.look()

@@ -177,6 +177,24 @@ class Fleet(Generic[M]):
             return chosen, Decision(chosen.name, "new", f"new session: {why}")
         return chosen, Decision(chosen.name, "moved", f"{home} cannot serve it: {why}")
 
+    def place_leaving(
+        self, session: Session, bound: float, home: str, sessions: Mapping[str, int]
+    ) -> tuple[M, Decision] | None:
+        """As `place_session`, of a session whose home is to leave: among those with clearly the most room, if they are not
+        overloaded."""
+        filled = [replica.kv_filled for replica in self._replicas]
+        known = [share for share in filled if share is not None]
+        if known and len(known) == len(filled) and max(known) > FILLED_FROM:
+            most, total = min(known) + CLEARLY_FILLED, sum(self._loads())
+            roomy = [
+                member
+                for member, share in zip(self.members, known, strict=True)
+                if share <= most and member.replica.load < load_limit(total, bound, member.weight, self._all)
+            ]
+            if roomy:
+                return Fleet(roomy).place_session(session, bound, home, sessions)
+        return self.place_session(session, bound, home, sessions)
+
     def place_request(self, turn: int) -> tuple[M, Decision] | None:
         """Place a request without a session: least load for its weight; `turn` (grows by one per call) rotates ties."""
         if not self.members:

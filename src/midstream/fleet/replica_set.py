@@ -106,6 +106,9 @@ class ReplicaSet:
         of_name = (view for view in (*self.views, *self.leaving) if view.name == name)
         return next((view for view in of_name if view.replica.heard is not None), None)
 
+    def leaves(self, name: str) -> bool:
+        return any(view.name == name for view in self.leaving)
+
     def usable_beside(self, replica: KnownReplica) -> bool:
         """Whether another one is usable."""
         return any(view.usable for view in self.views if view.replica is not replica)

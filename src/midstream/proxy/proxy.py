@@ -254,7 +254,11 @@ class Proxy:
                 found = fleet.place_request(self._turn)
                 self._turn += 1
             elif found is None and session is not None:
-                found = fleet.place_session(session, self._bound, home, deployment.sessions.counts)
+                counts = deployment.sessions.counts
+                if home is not None and replicas.leaves(home):
+                    found = fleet.place_leaving(session, self._bound, home, counts)
+                else:
+                    found = fleet.place_session(session, self._bound, home, counts)
             if found is None:
                 return None
             placed = Placed(*found)
@@ -331,7 +335,7 @@ class Proxy:
                 return view, sticky(view.name)
         found = deployment.mover.place(handed, home.name, tried, eligible, replicas)
         if found is None and handed.reason == "leaving":
-            return fleet.place_session(session, self._bound, home.name, deployment.sessions.counts)
+            return fleet.place_leaving(session, self._bound, home.name, deployment.sessions.counts)
         return found
 
     def _follow(
