@@ -352,7 +352,8 @@ def test_every_metric_has_its_kind_and_labels_of_the_table_and_each_of_the_table
             stage.views[0].replica.hear(
                 replace(report, engine=EngineStats(kv=KvStats(total=10)), audit=audit)
             )
-            for name in ("routes", "upstream_errors", "retries", "cut_responses"):
+            stage.views[0].replica.leaves_at = 2.0**40
+            for name in ("routes", "moves", "upstream_errors", "retries", "cut_responses"):
                 getattr(stage.metrics, name)["x"] += 1
             stage.metrics.stall_s["gateway"].observe(0.07)
             stage.metrics.pushes.received_bytes["replica-0"] += 7
