@@ -12,8 +12,8 @@ import pytest
 from serving import Server, serve
 from test_kv_cache import client_of
 
-#: Tokens of one cache. Two sessions of two turns fit, and three do not.
-CACHE = 640
+#: Tokens of one cache. Two sessions of two turns fit, about 400 tokens each, and three do not.
+CACHE = 1024
 ANSWER = 16
 #: A session that is silent for 5 s frees its place. On a machine that stands still for so long, nothing has to move.
 ROUNDS = 5
@@ -32,8 +32,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 class Talk:
     """One session of chat turns, whose words are those of every other one."""
 
-    def __init__(self, client: httpx.AsyncClient, server: Server, key: str, **headers: str) -> None:
-        self.client, self.server, self.key, self.headers = client, server, key, headers
+    def __init__(self, client: httpx.AsyncClient, server: Server, key: str) -> None:
+        self.client, self.server, self.key = client, server, key
         self.messages: list[dict[str, str]] = []
         #: The answer's tokens, and where it was made, by turn.
         self.made: list[list[int]] = []
@@ -52,7 +52,8 @@ class Talk:
             "return_token_ids": True,
             "prompt_cache_isolation_key": self.key,
         }
-        headers = {"x-session-id": self.key, **self.headers}
+        # Each needs what it has, whatever others came to.
+        headers = {"x-session-id": self.key, "x-midstream-expected-tokens": "10"}
         answer = await self.client.post("/v1/chat/completions", json=body, headers=headers)
         assert answer.status_code == 200, answer.text
         shown = answer.json()
@@ -155,7 +156,7 @@ def test_a_session_moves_from_a_full_replica_to_one_that_joins_and_goes_on_token
 def test_a_replica_that_is_asked_to_leave_loses_no_turn(server: Server) -> None:
     async def main() -> None:
         async with client_of(server) as client:
-            expected = await control(client, server, 3)
+            expected = await control(client, server, 4)
             talks = await three_on(client, server, "replica-1", "left")
             streamed = asyncio.create_task(stream(client, server))
             turns = [asyncio.create_task(talk.turn()) for talk in talks]
@@ -164,11 +165,10 @@ def test_a_replica_that_is_asked_to_leave_loses_no_turn(server: Server) -> None:
             assert shown["leaves_at"] is not None
             await asyncio.gather(*turns)
             for talk in talks:
-                while len(talk.made) < 3:
+                while len(talk.made) < 4:
                     await talk.turn()
-                assert talk.made[:3] == expected
-            after = [talk.turn() for talk in talks]
-            await asyncio.gather(*after)
+                assert talk.made == expected
+                await talk.end()
             assert {talk.ways[-1][0] for talk in talks} == {"replica-0"}
             assert await streamed == await stream(client, server)
             await standing(client, server, "replica-1", drain=False)

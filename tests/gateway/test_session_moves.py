@@ -268,6 +268,18 @@ def test_a_replica_that_leaves_is_told_so_and_its_sessions_take_their_turns_alon
             said = stage.mocks[1 - home].requests[-1].headers["x-midstream-moved"]
             assert msgspec.json.decode(said, type=Moved).url == stage.views[home].url
             assert counts(stage) == {"leaving": 1}
+            # It was taken back.
+            views = stage.views
+            stage.gateway.proxy.deployments.default.replicas.facts.set_members(
+                [(view.name, view.url) for view in views]
+            )
+            told(stage)
+            for mock in stage.mocks:
+                mock.handler = take_offers
+            await stage.gateway.proxy.deployments.default.mover.look()
+            assert told(stage) == {home: RoomOffer()}
+            await stage.gateway.proxy.deployments.default.mover.look()
+            assert told(stage) == {}
 
     run(main)
 

@@ -31,7 +31,7 @@ LOOK_S, TELL_S = 0.5, 1.0
 PROMISED_S = 1.0
 #: From so many requests on, a replica is busy.
 BUSY_FROM = 2
-_LEAVE = RoomOffer(leaving=True)
+_LEAVE, _NOTHING = RoomOffer(leaving=True), RoomOffer()
 
 
 class Mover:
@@ -60,8 +60,12 @@ class Mover:
 
     async def look(self) -> None:
         """Tell every replica what it is to know now."""
-        self._told = {view.name for view in self._replicas.leaving}
+        leaving = {view.name for view in self._replicas.leaving}
+        back, self._told = self._told - leaving, leaving
         made = self.made()
+        # One that was to leave, and is not any more, keeps its turns at once.
+        offered = {view.name for view, _ in made}
+        made += [(view, _NOTHING) for view in self._replicas.views if view.name in back - offered]
         if made:
             await asyncio.gather(*(self._tell(view, offer) for view, offer in made))
 
@@ -72,7 +76,7 @@ class Mover:
             await self._replicas.post(view, "/replica/offer", body, 202, TELL_S)
 
     def _on_change(self) -> None:
-        if any(view.name not in self._told for view in self._replicas.leaving):
+        if {view.name for view in self._replicas.leaving} != self._told:
             self._news.set()
 
     # -- what is offered
