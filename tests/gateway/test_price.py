@@ -140,7 +140,9 @@ def test_a_turn_that_waits_goes_once_it_has_waited_for_longer_than_its_history_c
     moves.ended(TurnStats(), 5.0, 4.0)
     moves.take(OFFER, 5.0)
     assert sorted(moves.of_waiting(turns, 5.0)) == [0, 1, 2]
-    assert moves.report(5.0, turns).wait_s == 5.0
+    assert moves.report(5.0, 3, [1.3, 1.4]).wait_s == 5.0
+    assert moves.report(5.0, 3, [6.5]).wait_s == 6.5
+    assert moves.report(5.0, 3).wait_s == 0.0
 
 
 def test_new_sessions_go_in_their_order_into_the_room_that_is_offered() -> None:

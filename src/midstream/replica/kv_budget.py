@@ -214,8 +214,9 @@ class KvBudget:
         self._settle()
 
     def pace(self) -> TurnPace:
-        now = self._monotonic()
-        return self.moves.report(now, [self._movable(one, now) for one in self.queue.waiting])
+        now, waiting = self._monotonic(), self.queue.waiting
+        begun = [max(0.0, now - one.came_at) for one in waiting if one.begun]
+        return self.moves.report(now, len(waiting), begun)
 
     def _movable(self, one: Waiting, now: float) -> Movable:
         needs = max(one.tokens, self.account.asks(one.first, one.tokens, one.said, one.beside))

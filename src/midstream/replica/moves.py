@@ -163,16 +163,15 @@ class Moves:
 
     # -- what a gateway is told
 
-    def report(self, now: float, waiting: Sequence[Movable]) -> TurnPace:
-        """waiting: turns that wait for room in the KV cache."""
+    def report(self, now: float, waiting: int = 0, begun: Sequence[float] = ()) -> TurnPace:
+        """waiting: turns that wait for room in the KV cache. begun: how long those of sessions that have begun have waited."""
         in_engine = self._engine().waiting
-        begun = [one.waited_s for one in waiting if one.begun]
         wait_s = max(max(begun), _mean_of_late(self.pace.waits, now)) if begun else 0.0
         if in_engine:
             wait_s += _mean_of_late(self.pace.queued, now)
         pace = self.pace
         return TurnPace(
-            waiting=len(waiting) + in_engine,
+            waiting=waiting + in_engine,
             # Rounded, so that a report that says the same is the same.
             wait_s=_rounded(wait_s),
             prefill_tokens_s=_rounded(pace.prefill_tokens_s),
@@ -193,7 +192,7 @@ class Moves:
             return self._handed(turn, "leaving", 0.0, now)
         if turn.session is None or not turn.begun or not offer.idle or turn.needs > self._room:
             return None
-        engine, home = self._engine(), self.report(now, ())
+        engine, home = self._engine(), self.report(now)
         saved_s = home.wait_s + slow_s(home, engine.running, offer)
         if not self._pays(turn.session, turn.tokens, saved_s, now):
             return None
