@@ -86,7 +86,8 @@ def _tree_of(given: _Tree) -> TurnTree:
         parent = turns[one.parent - 1] if one.parent else None
         record = TurnRecord(one.finish, 0.0, _NONE, _NONE, b"", (), (), (), None)
         turns.append(Turn(number, parent, _ids(one.added), _ids(one.sampled), record, one.thoughts))
-    named = [number for _, numbers, *_ in (*given.words, *given.texts) for number in numbers]
+    lists = [numbers for _, numbers in given.words] + [numbers for _, numbers, _ in given.texts]
+    named = [number for numbers in lists for number in numbers]
     if named and not 1 <= min(named) <= max(named) <= len(turns):
         raise ValueError("a key names a turn that is not there")
     words = {key: tuple(turns[number - 1] for number in numbers) for key, numbers in given.words}
