@@ -194,6 +194,14 @@ def test_a_session_that_moved_here_waits_as_one_that_is_as_old_and_its_tokens_ar
     test(tmp_path, work)
 
 
+def test_a_replica_that_had_no_request_yet_says_how_much_room_it_has(tmp_path: Path) -> None:
+    async def work(here: Running, clock: Clock) -> None:
+        waits = here.replica.report().kv_waits
+        assert (waits.budget_tokens, waits.claimed_tokens) == (100, 0)
+
+    test(tmp_path, work)
+
+
 def test_what_is_no_offer_is_refused(tmp_path: Path) -> None:
     async def work(here: Running, clock: Clock) -> None:
         for body in (b"{", b'{"room_tokens": -1}', b'{"prefill_tokens_s": 1e99}'):

@@ -322,6 +322,8 @@ class KvBudget:
         )
 
     def report(self) -> KvWaits:
+        # A replica that has just joined has had no request that looked.
+        self._look()
         account = self.account
         self._lapse()
         return KvWaits(
