@@ -131,7 +131,7 @@ OFFER = RoomOffer(room_tokens=10_000, prefill_tokens_s=1000.0, token_s=0.01)
 def test_a_turn_that_waits_goes_once_it_has_waited_for_longer_than_its_history_costs() -> None:
     moves = Moves()
     measured(moves, 0.0)
-    turns = [waiting(1, 1.3), waiting(2, 1.4), waiting(3, 1.4, tokens=2000)]
+    turns = [waiting(1, 1.4), waiting(2, 1.6), waiting(3, 1.6, tokens=2000)]
     assert moves.of_waiting(turns, 1.0) == {}, "nothing is offered"
     moves.take(OFFER, 1.0)
     assert list(moves.of_waiting(turns, 1.0)) == [1]

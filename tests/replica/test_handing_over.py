@@ -103,10 +103,14 @@ def test_a_turn_that_waits_is_handed_over_when_that_pays_and_frees_its_claim(tmp
         assert isinstance(here.engine, SmallCache)
         assert here.engine.sessions_over == ["\0c"]
         assert here.replica.report().pace.waiting == 0
-        # Its gateway found nobody who takes it for less: here it is let in by its place, and stays.
+        # Its gateway found nobody who takes it for less: it stays, and goes before a session that began meanwhile.
+        number = account.number(("", "c"))
         again = ask(here, "c", **{HEADER_STAY: "1"})
-        await waits(here, 0)
+        await waits(here, 1)
+        await offer(here)
+        await close(here, "a")
         assert (await again).status_code == 200
+        assert account.number(("", "c")) == number < account.number(("", "d"))
 
     test(tmp_path, work)
 

@@ -5,7 +5,8 @@ one offers (`RoomOffer`). That replica alone decides which of its turns go there
 and hands them back to the gateway (`Handed`). So several gateways have one decision. A gateway sends the turn on with `Moved`.
 
 Always holds:
-- A session moves only if the time it saves is more than what computing its history costs, by MARGIN and GAIN_S_MIN.
+- A session moves only if the time it saves is more than what computing its history costs, by MARGIN and GAIN_S_MIN. It leaves
+  a busy engine for an idle one only if that saves SLOW_GAIN_S_MIN.
 - One that moved here goes on only if it saves what both moves cost, and not within MOVE_EVERY_S. So none goes back and forth.
 - A session that has not begun has nothing to lose: it goes where there is room for it.
 - What was not measured is no gain.
@@ -19,8 +20,9 @@ from typing import Annotated, Literal, NamedTuple
 
 import msgspec
 
-#: A gain is by so much more than the cost, as both are measured on the past.
-MARGIN, GAIN_S_MIN = 1.25, 0.1
+#: A gain is by so much more than the cost, as both are measured on the past. What a busy engine costs is measured less well
+#: than a wait: other requests end before the answer does.
+MARGIN, GAIN_S_MIN, SLOW_GAIN_S_MIN = 1.25, 0.25, 1.0
 MOVE_EVERY_S = 60.0
 #: An offer counts for so long. A gateway repeats it more often while it holds.
 OFFER_S = 3.0
@@ -98,10 +100,16 @@ def cost_s(tokens: int, prefill_tokens_s: float) -> float | None:
     return tokens / prefill_tokens_s if prefill_tokens_s > 0 else None
 
 
-def pays(saved_s: float, tokens: int, prefill_tokens_s: float, paid_tokens: int = 0) -> bool:
-    """Whether a move saves more than it costs. paid_tokens: what the session's move to its home cost."""
+def pays(
+    saved_s: float,
+    tokens: int,
+    prefill_tokens_s: float,
+    paid_tokens: int = 0,
+    least_s: float = GAIN_S_MIN,
+) -> bool:
+    """Whether a move saves more than it costs. paid_tokens: what the session's move to its home cost. least_s: of the gain."""
     cost = cost_s(tokens + paid_tokens, prefill_tokens_s)
-    return cost is not None and saved_s > cost * MARGIN + GAIN_S_MIN
+    return cost is not None and saved_s > cost * MARGIN + least_s
 
 
 def slow_s(home: TurnPace, running: int, offer: RoomOffer) -> float:

@@ -351,6 +351,15 @@ class KvAccount:
         self._give_up(session, one)
         return True
 
+    def hand_over(self, session: Session) -> bool:
+        """Another replica is to take the next turn of the session. Its claim is free at once; it keeps its number, should it
+        come back. Whether it claimed anything."""
+        if session not in self._idle:
+            return False
+        del self._idle[session]
+        self._give_up(session, self._sessions[session])
+        return True
+
     def demote(self, now: float) -> float | None:
         """Sessions that were silent for too long lose their claims. When the next one is due; None: none is."""
         silent_s = self.silent_s()

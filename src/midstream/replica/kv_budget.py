@@ -244,7 +244,7 @@ class KvBudget:
 
     def _gone(self, session: Session | None) -> None:
         """It claims nothing here any more."""
-        if session is not None and self.account.end(session):
+        if session is not None and self.account.hand_over(session):
             self._ended(session)
 
     def _over(self, turn: KvTurn, session: Session, context: int) -> None:

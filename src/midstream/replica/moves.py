@@ -18,8 +18,10 @@ from typing import NamedTuple, Protocol
 import msgspec
 
 from midstream.core.price import (
+    GAIN_S_MIN,
     MOVE_EVERY_S,
     OFFER_S,
+    SLOW_GAIN_S_MIN,
     Handed,
     Moved,
     MoveReason,
@@ -194,7 +196,7 @@ class Moves:
             return None
         engine, home = self._engine(), self.report(now)
         saved_s = home.wait_s + slow_s(home, engine.running, offer)
-        if not self._pays(turn.session, turn.tokens, saved_s, now):
+        if not self._pays(turn.session, turn.tokens, saved_s, now, SLOW_GAIN_S_MIN):
             return None
         # One is enough for it to be idle no more.
         self._offer = msgspec.structs.replace(offer, idle=False)
@@ -231,11 +233,14 @@ class Moves:
 
     # -- inside
 
-    def _pays(self, session: Session, tokens: int, saved_s: float, now: float) -> bool:
+    def _pays(
+        self, session: Session, tokens: int, saved_s: float, now: float, least_s: float = GAIN_S_MIN
+    ) -> bool:
         if self._came_since(session, now) < MOVE_EVERY_S:
             return False
         paid = self._came[session][2] if session in self._came else 0
-        return pays(saved_s, tokens, self._offer.prefill_tokens_s or self.pace.prefill_tokens_s, paid)
+        rate = self._offer.prefill_tokens_s or self.pace.prefill_tokens_s
+        return pays(saved_s, tokens, rate, paid, least_s)
 
     def _came_since(self, session: Session, now: float) -> float:
         found = self._came.get(session)
