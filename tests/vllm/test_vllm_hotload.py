@@ -112,21 +112,27 @@ class Askers:
     def __init__(self, bed: Bed, name: str) -> None:
         self._bed = bed
         self._name = name
-        self._seen, self._unseen = (random_prompt(f"{name} {i}", PROMPT) for i in range(2))
-        for prompt in (self._seen, self._unseen):
-            assert [self._ask(prompt, name) for _ in range(2)] == [0, CACHED]
+        self._seen, *self._unseen = (random_prompt(f"{name} {i}", PROMPT) for i in range(5))
+        for prompt in (self._seen, *self._unseen):
+            assert [self._ask(prompt, name)[0] for _ in range(2)] == [0, CACHED]
 
     def after(self) -> Cached:
-        return self._ask(self._seen, self._name), self._ask(self._unseen, f"{self._name} new")
+        seen, home = self._ask(self._seen, self._name)
+        for number, prompt in enumerate(self._unseen):
+            cached, replica = self._ask(prompt, f"{self._name} new {number}")
+            if replica == home:
+                return seen, cached
+        raise AssertionError(f"no new session came to {home}")
 
-    def _ask(self, prompt: list[int], session: str) -> int:
-        """A new session goes where the prompt was last."""
+    def _ask(self, prompt: list[int], session: str) -> tuple[int, str]:
+        """How much was cached, and where. A new session goes where the prompt was last, unless that replica is overloaded."""
         body = {"model": self._bed.model, "prompt": prompt, "max_tokens": 1}
         headers = {"x-multi-turn-session-id": session, "x-midstream-follow-prefix": "1"}
         with self._bed.http() as http:
             answer = http.post("/v1/completions", json=body, headers=headers)
         assert answer.status_code == 200, answer.text
-        return int(answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
+        cached = int(answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
+        return cached, answer.headers["x-midstream-replica"]
 
 
 def in_a_row(names: Sequence[str]) -> list[Sequence[str]]:
