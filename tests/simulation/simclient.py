@@ -114,6 +114,8 @@ class Turn:
     error: Any = None
     cached: int = 0
     replica: str = ""
+    #: Why it went there, as the gateway says.
+    route: str = ""
     pinned: bool = False
     #: Asked for at temperature 0.
     greedy: bool = False
@@ -348,7 +350,10 @@ class Rollout:
                 # As clients do that were refused.
                 await asyncio.sleep(0.1 + self._rng.random() * 0.4)
                 return
-            replica = replica or turn.replica
+            if turn.route == "priced":
+                self._count("turn: moved, as that cost less than to wait")
+            if not replica or turn.route == "priced":
+                replica = turn.replica
             if number == 0 and self._oracle.certain(turn):
                 begun = turn.labels[0]
             self._oracle.check_reuse(turn, begun)
@@ -453,6 +458,7 @@ class Rollout:
         try:
             status, found = await _head(reader)
             turn.replica = found.get("x-midstream-replica", "")
+            turn.route = found.get("x-midstream-route-reason", "")
             if status != 200:
                 text = b"".join([piece async for piece in _body(reader, found)])
                 raise self._refused(status, text, pinned=turn.pinned)
