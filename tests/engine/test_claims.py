@@ -188,6 +188,15 @@ def test_agents_that_take_turns_under_one_key_keep_both_histories() -> None:
     assert len(list(bed.scheduler.claims)) == 2
 
 
+def test_of_a_branch_too_many_the_beginning_goes_last() -> None:
+    bed = Bed(4 * (BRANCHES_MAX + 1) + 1)
+    for branch in range(BRANCHES_MAX + 1):
+        bed.turn("s", prompt_of(branch, 16))
+    # One block is free.
+    bed.turn("", prompt_of(77, 8))
+    assert bed.turn("", prompt_of(0, 17)) == 5
+
+
 def test_a_history_that_was_rewritten_gives_way_before_the_new_one() -> None:
     """Compaction leaves a long history that does not come back (sglang#24656)."""
     bed = Bed(16)

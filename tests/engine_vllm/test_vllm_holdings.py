@@ -302,6 +302,16 @@ def test_a_prompt_that_several_sessions_had_outlives_one_of_them(module: Any) ->
     assert bed.turn((*shared, 5, 6)) == 1
 
 
+def test_of_what_an_ended_session_had_the_beginning_goes_last(module: Any) -> None:
+    """Another session of its group may come for it, and finds nothing behind a block that is gone."""
+    bed = Bed(module, 6)
+    bed.turn(tokens_of(0, 8), "ends")
+    bed.holdings.look(["ends"])
+    # Two blocks are free.
+    bed.turn(tokens_of(1, 6), kept_s=0.0)
+    assert bed.turn(tokens_of(0, 9)) == 2
+
+
 def test_a_request_that_was_preempted_is_held_as_if_it_came_back_at_once(module: Any) -> None:
     bed = Bed(module, 6)
     bed.turn(tokens_of(0, 4), "other", returns_s=0.5)

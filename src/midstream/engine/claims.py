@@ -152,7 +152,8 @@ class Claims(Generic[P]):
         claim.over = True
         self._alive -= 1
         self.missing -= claim.blocks - len(claim.path)
-        for place in claim.path:
+        # What ended goes to the front of a line, and all else to its end: either way the tail is evicted first.
+        for place in claim.path if ended else reversed(claim.path):
             if place.kept:
                 self._pool.unclaim(place, ended=ended)
         claims = self._of[claim.session]

@@ -158,6 +158,7 @@ class ClaimedLine:
             return
         if ended and number not in self._shared:
             self._ended[number] = block
+            self._ended.move_to_end(number, last=False)
         else:
             self._queue.num_free_blocks -= 1
             self.put([block])
