@@ -312,6 +312,21 @@ def test_of_what_an_ended_session_had_the_beginning_goes_last(module: Any) -> No
     assert bed.turn(tokens_of(0, 9)) == 2
 
 
+def test_sessions_that_share_a_prompt_share_its_places(module: Any) -> None:
+    """Thousands of sessions with a long prompt had millions, and each step of Python's collector took a second."""
+    bed = Bed(module, 8)
+    shared = tokens_of(9, 8)
+    for session in range(3):
+        bed.turn((*shared, session, session), f"s{session}")
+    places = {id(place): place for claim in bed.holdings._claims for place in claim.path}
+    assert sorted(place.block.block_id for place in places.values()) == [*range(1, 8)]
+    # What a block has next is another one.
+    bed.holdings.look([f"s{session}" for session in range(3)])
+    bed.turn(tokens_of(1, 16), "next")
+    (claim,) = bed.holdings._claims
+    assert not places.keys() & {id(place) for place in claim.path}
+
+
 def test_a_request_that_was_preempted_is_held_as_if_it_came_back_at_once(module: Any) -> None:
     bed = Bed(module, 6)
     bed.turn(tokens_of(0, 4), "other", returns_s=0.5)

@@ -186,6 +186,8 @@ class KvHoldings:
     ) -> None:
         self._clock = clock
         self._pool, self._size, self._blocks_of = pool, size, blocks_of
+        # The last content of each block. Sessions that have a prefix share its places.
+        self._known: dict[int, CachedPlace] = {}
         self._line = ClaimedLine(pool.free_block_queue)
         self._claims, self._return = claims.Claims(self._line), claims.Return
         self._line.on_need = lambda: self._claims.give_up(clock())
@@ -204,7 +206,7 @@ class KvHoldings:
         """It is computed from now on, behind so many cached tokens."""
         session = _asked(request)[0]
         if session:
-            matched = _places(self._blocks_of.get(request.request_id, ())[: found // self._size])
+            matched = self._places(self._blocks_of.get(request.request_id, ())[: found // self._size])
             levels = request.num_tokens // self._size
             self._claims.take_up(session, _salt(request), matched, levels)
 
@@ -213,7 +215,7 @@ class KvHoldings:
         session, returns_s, kept_s = _asked(request)
         if session and kept_s > 0:
             returns = self._return(returns_s if request.is_finished() else 0.0, kept_s)
-            path = _places(self._blocks_of.get(request.request_id, ()))
+            path = self._places(self._blocks_of.get(request.request_id, ()))
             self._claims.add(session, _salt(request), path, returns, self._clock())
 
     def look(self, ended: Iterable[str] = ()) -> dict[str, int]:
@@ -231,19 +233,22 @@ class KvHoldings:
             "again_tokens": self._claims.needed_again * self._size,
         }
 
+    def _places(self, blocks: Iterable[Any]) -> list[CachedPlace]:
+        """The first ones, as far as all are cached."""
+        found = []
+        for block in blocks:
+            number, key = block.block_id, block.block_hash
+            if key is None:
+                break
+            place = self._known.get(number)
+            if place is None or place.key != key:
+                place = self._known[number] = CachedPlace(block, key)
+            found.append(place)
+        return found
+
     def _end(self, sessions: Iterable[str]) -> None:
         for session in sessions:
             self._claims.end(session)
-
-
-def _places(blocks: Iterable[Any]) -> list[CachedPlace]:
-    """The first ones, as far as all are cached."""
-    found = []
-    for block in blocks:
-        if block.block_hash is None:
-            break
-        found.append(CachedPlace(block, block.block_hash))
-    return found
 
 
 def _asked(request: Any) -> tuple[str, float, float]:
