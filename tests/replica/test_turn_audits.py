@@ -228,6 +228,36 @@ def test_a_large_turn_is_encoded_beside_the_event_loop(
     assert by == {not large}
 
 
+def test_no_auditor_is_started_for_a_large_turn_behind_whose_encoding_a_swap_began(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoded_own = Audits._encoded
+    began, goes_on, done = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    async def encoded(self: Audits, one: Any) -> bytes:
+        record = await encoded_own(self, one)
+        began.set()
+        await goes_on.wait()
+        done.set()
+        return record
+
+    monkeypatch.setattr(Audits, "_encoded", encoded)
+
+    async def scenario(stand: Stand) -> None:
+        await stand.turn("s")
+        await began.wait()
+        stand.here.source.blocked = {"step-1"}
+        await stand.here.swap("step-1")
+        goes_on.set()
+        await done.wait()
+        await stand.here.source.fetching.wait()
+        await stand.here.swapped("step-2")
+        assert (await stand.answered(AuditAnswer())).audited == 1
+        assert [event for event in stand.events if event != "generate"] == ["start"]
+
+    play(tmp_path, scenario)
+
+
 def test_nothing_is_audited_while_requests_come_one_behind_the_other(tmp_path: Path) -> None:
     async def scenario(stand: Stand) -> None:
         for number in range(5):

@@ -243,6 +243,8 @@ class Audits:
         job = AuditJob(record, {name: str(path) for name, path in files.items()})
         try:
             if self._auditor is None:
+                # A request may have come while the turn was encoded.
+                await self._idle.wait()
                 self._auditor = await self._start()
                 if not self._idle.is_set():
                     self._auditor.halt()
