@@ -23,21 +23,31 @@ EXTENSION: Any = importlib.import_module("midstream_vllm_worker")
 GLOO = ("gloo", "midstream_vllm_gloo", "GlooWeightTransferEngine")
 #: Per rank; more than memory gives bytes for are of no use.
 THREADS_MAX = 8
+#: Of tensors that wait for their digests, per rank; a larger one waits alone. Fused experts have a gigabyte each.
+WAITING_BYTES_MAX = 2**31
 _READ_BYTES = 2**20
 
 
 class _Digester:
-    """SHA-256 in threads. What it was given is digested in any order; at most two pieces per thread are in memory."""
+    """SHA-256 in threads. What it was given is digested in any order; WAITING_BYTES_MAX of it are in memory at most."""
 
     def __init__(self, threads: int) -> None:
         self._threads = ThreadPoolExecutor(threads, "digests")
-        self._room = threading.BoundedSemaphore(2 * threads)
+        self._waiting, self._moved = 0, threading.Condition()
 
-    def submit(self, digest: Callable[..., str], *args: Any) -> Future[str]:
-        self._room.acquire()
+    def submit(self, size: int, digest: Callable[..., str], *args: Any) -> Future[str]:
+        """size: in bytes."""
+        with self._moved:
+            self._moved.wait_for(lambda: not self._waiting or self._waiting + size <= WAITING_BYTES_MAX)
+            self._waiting += size
         future = self._threads.submit(digest, *args)
-        future.add_done_callback(lambda _: self._room.release())
+        future.add_done_callback(lambda _: self._over(size))
         return future
+
+    def _over(self, size: int) -> None:
+        with self._moved:
+            self._waiting -= size
+            self._moved.notify()
 
     def close(self) -> None:
         """What was not begun is left out."""
@@ -64,7 +74,9 @@ class _TeeFile:
             data, begin = data[count:], begin + count
         self._end = begin if whole else -1
         while self._part + size <= self._end:
-            self._digests[self._part] = self._digester.submit(_part_digest, self._file, self._part, size)
+            self._digests[self._part] = self._digester.submit(
+                size, _part_digest, self._file, self._part, size
+            )
             self._part += size
 
     def digests(self) -> dict[str, str]:
@@ -160,7 +172,9 @@ class _Tee:
             if self._digests is not None:
                 # A backend may use memory of the host again as soon as the tensor is loaded.
                 own = tensor.device.type != "cpu"
-                self._digests[name] = digester.submit(_bytes_digest, data) if own else _bytes_digest(data)
+                self._digests[name] = (
+                    digester.submit(len(data), _bytes_digest, data) if own else _bytes_digest(data)
+                )
             if self._file is not None:
                 self._file.write(data, begin)
             yield name, tensor
