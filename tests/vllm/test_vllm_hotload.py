@@ -44,7 +44,7 @@ TOLERANCE = (
 )
 
 #: Requests that vLLM for CPUs runs at once, at most, and how many are sent.
-RUNNING_MAX, WAITING = 256, 456
+RUNNING_MAX, WAITING = 256, 656
 
 # By the session that cached it, by a new one.
 Cached = tuple[int, int]
@@ -404,7 +404,8 @@ def test_a_check_goes_before_the_requests_that_wait_in_vllm(bed: Bed) -> None:
             answer = await http.post(protocol.PATH, content=body(0, urgent=True))
             assert answer.status_code == 200, answer.text
             assert len(answer.json()["prompt_logprobs"]) == 20
-            assert sum(one.done() for one in asked) - len(ended) < (WAITING - RUNNING_MAX) / 2
+            # Behind all that waited, it would have begun when all but those that ran had ended.
+            assert sum(one.done() for one in asked) < WAITING - RUNNING_MAX
             for one in asked:
                 one.cancel()
             await asyncio.wait(asked)
