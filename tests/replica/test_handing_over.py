@@ -198,6 +198,69 @@ def test_a_session_that_moved_here_waits_as_one_that_is_as_old_and_its_tokens_ar
     test(tmp_path, work)
 
 
+@pytest.mark.parametrize("why", ["waits", "leaves"])
+def test_a_session_that_moved_here_has_its_history_before_its_first_turn_here(
+    tmp_path: Path, why: str
+) -> None:
+    """It is not free to go as one that has nothing to lose, and its turns go along when it has to."""
+
+    async def work(here: Running, clock: Clock) -> None:
+        for key in "ab":
+            assert (await ask(here, key, 50)).status_code == 200
+        moved = {HEADER_MOVED: msgspec.json.encode(Moved(age_s=500.0)).decode()}
+        if why == "leaves":
+            await offer(here, leaving=True)
+            handed = handed_over(await ask(here, "c", 50, **moved))
+            assert (handed.begun, handed.age_s) == (True, 500.0)
+            return
+        waiting = ask(here, "c", 50, **moved)
+        await waits(here, 1)
+        clock.now = 4.0
+        await offer(here)
+        assert len(here.replica.budget.queue) == 1
+        await offer(here, leaving=True)
+        handed = handed_over(await waiting)
+        assert (handed.begun, handed.age_s) == (True, 504.0)
+        # It comes back, as nobody takes it. Once it is closed, one of its name has nothing to lose.
+        again = ask(here, "c", 50, **{HEADER_STAY: "1"})
+        await waits(here, 1)
+        await close(here, "a")
+        assert (await again).status_code == 200
+        await close(here, "c")
+        assert not handed_over(await ask(here, "c", 50)).begun
+
+    test(tmp_path, work)
+
+
+def test_the_age_of_a_session_that_moved_here_is_no_wait(tmp_path: Path) -> None:
+    async def work(here: Running, clock: Clock) -> None:
+        for key in "ab":
+            assert (await ask(here, key, 50)).status_code == 200
+        waiting = ask(here, "new", 50)
+        await waits(here, 1)
+        moved = {HEADER_MOVED: msgspec.json.encode(Moved(age_s=500.0)).decode()}
+        older = ask(here, "older", 50, **moved)
+        await waits(here, 2)
+        clock.now = 2.0
+        found = here.replica.session(("", "older"))
+        assert found is not None
+        assert found.wait is not None
+        assert (found.wait.position, found.wait.waited_s) == (1, 2.0)
+        # Whoever takes it back is told how old it is, and it has its place again.
+        await offer(here, leaving=True)
+        handed = [handed_over(await one) for one in (older, waiting)]
+        assert [(one.age_s, one.saved_s) for one in handed] == [(502.0, 0.0), (2.0, 0.0)]
+        again = [ask(here, key, 50, **{HEADER_STAY: "1"}) for key in ("new", "older")]
+        await waits(here, 2)
+        assert here.replica.budget.queue.position(("", "older")) == 1
+        await close(here, "a")
+        assert (await again[1]).status_code == 200
+        await close(here, "b")
+        assert (await again[0]).status_code == 200
+
+    test(tmp_path, work)
+
+
 def test_a_replica_that_had_no_request_yet_says_how_much_room_it_has(tmp_path: Path) -> None:
     async def work(here: Running, clock: Clock) -> None:
         waits = here.replica.report().kv_waits

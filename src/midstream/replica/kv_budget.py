@@ -73,8 +73,10 @@ class KvTurn:
     begun: bool = False
     #: What it claims beside its context, while it runs.
     beside: int = 0
-    #: Since when it has its place in the queue; what that was when it came, if it had to wait; and how long it waited.
+    #: Since when it has its place in the queue, and how old its session was then; what that place was when it came, if it had
+    #: to wait; and how long it waited.
     came_at: float = 0.0
+    age_s: float = 0.0
     position: int = 0
     waited_s: float = 0.0
     #: What has its measures once it has ended. None: it was not let in.
@@ -151,6 +153,8 @@ class KvBudget:
         tokens = len(turn.prompt)
         turn.beside = self.account.beside(turn.others, turn.choices, turn.most)
         turn.begun = session is not None and (turn.resumed or session in self.account or self._known(session))
+        if session is not None and turn.moved is not None:
+            self.moves.came(session, turn.moved, now)
         if turn.movable and not turn.resumed and self.moves.may_take(now):
             self._hand_over_at_once(turn, now)
         if session is None:
@@ -158,19 +162,15 @@ class KvBudget:
             return
         first = beginning(turn)
         self._lapse()
-        if turn.moved is not None:
-            self.moves.came(session, turn.moved, now)
+        one = Waiting(session, first, tokens, turn.said, turn.priority, now, over=turn.over, shut=turn.shut)
         # A session that moved here waits as a new one that is as old.
-        came_at = now if turn.moved is None else now - turn.moved.age_s
-        one = Waiting(
-            session, first, tokens, turn.said, turn.priority, came_at, over=turn.over, shut=turn.shut
-        )
+        one.age_s = 0.0 if turn.moved is None else turn.moved.age_s
         one.beside, one.movable = turn.beside, turn.movable and not turn.resumed
         one.begun = session in self.account or self._known(session)
         # A stream that another replica began does not stand still here.
         goes = not self._open or (turn.resumed and session not in self.account)
         waits = not goes and self.queue.join(one)
-        turn.came_at = one.came_at
+        turn.came_at, turn.age_s = one.came_at, one.age_s
         if not waits:
             self.account.begin(session, first, tokens, now, turn.said, turn.beside)
             # It may need less than it was expected to.
@@ -255,7 +255,7 @@ class KvBudget:
             self.account.end(session)
             self._ended(session)
             if turn.measured is None:
-                self.queue.keep_place(session, turn.came_at, now)
+                self.queue.keep_place(session, turn.came_at, now, turn.age_s)
 
     @contextmanager
     def turn(self, turn: KvTurn, timings: Timings) -> Iterator[None]:
@@ -277,6 +277,7 @@ class KvBudget:
         """The session is over. What a turn of it that still runs leaves in the cache goes with the turn."""
         self._ended(session)
         self.queue.ended(session)
+        self.moves.over(session)
         if self.account.end(session):
             self._settle()
 

@@ -38,7 +38,7 @@ class Waiting:
     """One turn. shut: its gate would refuse it now, and not for long. over: nothing holds it any more. begun: its session has
     begun. beside: what it has beside its context. asked: what it would claim more, when it came. ahead: tokens that were
     claimed or waited for before it. overtaken: by those that came later. movable: another replica may take it. handed: it is
-    to."""
+    to. age_s: of a session that moved here, when it came. Its place is that of one that came so much earlier."""
 
     session: Session
     first: Beginning
@@ -56,6 +56,7 @@ class Waiting:
     overtaken: int = 0
     movable: bool = False
     handed: Handed | None = None
+    age_s: float = 0.0
 
 
 class KvQueue:
@@ -67,8 +68,8 @@ class KvQueue:
         # Of these: those whose session has begun, and what all asked for.
         self._begun = 0
         self._asked = 0
-        # Those that left without a turn: when they came, and when they left.
-        self._left: OrderedDict[Session, tuple[float, float]] = OrderedDict()
+        # Those that left without a turn: when they came, how old they were then, and when they left.
+        self._left: OrderedDict[Session, tuple[float, float, float]] = OrderedDict()
         self.refused = 0
         # Of the last admissions, for how long to wait before a retry.
         self._last_wait_s = 0.0
@@ -119,21 +120,21 @@ class KvQueue:
         one.asked, one.ahead = self._asks(one), self.account.needed + self._asked
         self._begun += one.begun
         self._asked += one.asked
-        came_at, left_at = self._left.pop(one.session, (one.came_at, one.came_at))
+        came_at, age_s, left_at = self._left.pop(one.session, (one.came_at, one.age_s, one.came_at))
         if one.came_at - left_at <= PLACE_KEPT_S:
-            one.came_at = came_at
-        insort_right(self._waiting, one, key=lambda each: each.came_at)
+            one.came_at, one.age_s = came_at, max(age_s, one.age_s)
+        insort_right(self._waiting, one, key=lambda each: each.came_at - each.age_s)
         return True
 
     def leave(self, one: Waiting, now: float) -> None:
         """Its client left."""
         if one in self._waiting:
             self._drop(one)
-            self.keep_place(one.session, one.came_at, now)
+            self.keep_place(one.session, one.came_at, now, one.age_s)
 
-    def keep_place(self, session: Session, came_at: float, now: float) -> None:
+    def keep_place(self, session: Session, came_at: float, now: float, age_s: float = 0.0) -> None:
         """It has had no turn, and its client may ask again."""
-        self._left[session] = came_at, now
+        self._left[session] = came_at, age_s, now
         if len(self._left) > PLACES_MAX:
             self._left.popitem(last=False)
 

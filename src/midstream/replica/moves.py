@@ -52,13 +52,22 @@ class EndedTurn(Protocol):
 
 
 class Movable(NamedTuple):
-    """A turn that may go. begun: its session has begun. waited_s: so far. needs: what its session will claim."""
+    """A turn that may go. begun: its session has begun here. waited_s: so far. needs: what its session will claim."""
 
     session: Session | None
     tokens: int
     needs: int
     begun: bool
     waited_s: float
+
+
+class Came(NamedTuple):
+    """A session that moved here. age_s: how old it was then. begun: it has a history. computed: of it, tokens again."""
+
+    at: float
+    age_s: float
+    begun: bool
+    computed: int = 0
 
 
 @dataclass(eq=False, slots=True)
@@ -122,8 +131,7 @@ class Moves:
         self._offer, self._until = _NO_OFFER, float("-inf")
         #: Of the offer, what is left.
         self._room = 0
-        # When each session moved here, how old it was then, and what was computed again for it.
-        self._came: OrderedDict[Session, tuple[float, float, int]] = OrderedDict()
+        self._came: OrderedDict[Session, Came] = OrderedDict()
         self.moved = self.moved_tokens = 0
 
     def __repr__(self) -> str:
@@ -140,10 +148,14 @@ class Moves:
 
     def came(self, session: Session, moved: Moved, now: float) -> None:
         """A turn of a session comes that lived elsewhere before."""
-        self._came[session] = now, moved.age_s, 0
+        self._came[session] = Came(now, moved.age_s, moved.begun)
         self._came.move_to_end(session)
         if len(self._came) > MOVED_MAX:
             self._came.popitem(last=False)
+
+    def over(self, session: Session) -> None:
+        """The session is over: one of its name begins anew."""
+        self._came.pop(session, None)
 
     def ended(
         self,
@@ -161,7 +173,7 @@ class Moves:
             self.moved += 1
             self.moved_tokens += computed
             if (found := self._came.get(moved)) is not None:
-                self._came[moved] = *found[:2], computed
+                self._came[moved] = found._replace(computed=computed)
 
     # -- what a gateway is told
 
@@ -192,7 +204,7 @@ class Moves:
         offer = self._offer
         if offer.leaving:
             return self._handed(turn, "leaving", 0.0, now)
-        if turn.session is None or not turn.begun or not offer.idle or turn.needs > self._room:
+        if turn.session is None or not self._has_begun(turn) or not offer.idle or turn.needs > self._room:
             return None
         engine, home = self._engine(), self.report(now)
         saved_s = home.wait_s + slow_s(home, engine.running, offer)
@@ -214,7 +226,8 @@ class Moves:
         for at, one in enumerate(waiting):
             # What it has waited for is the least that it will wait.
             saved_s = max(one.waited_s, usual_s)
-            if one.begun and one.session is not None and self._pays(one.session, one.tokens, saved_s, now):
+            begun = self._has_begun(one)
+            if begun and one.session is not None and self._pays(one.session, one.tokens, saved_s, now):
                 gains.append((saved_s, at))
         found = {}
         for saved_s, at in sorted(gains, reverse=True):
@@ -222,7 +235,8 @@ class Moves:
                 self._room -= waiting[at].needs
                 found[at] = self._handed(waiting[at], "wait", saved_s, now)
         for at, one in enumerate(waiting):
-            if one.begun or (one.session is not None and self._came_since(one.session, now) < OFFER_S):
+            new = not self._has_begun(one)
+            if not new or (one.session is not None and self._came_since(one.session, now) < OFFER_S):
                 continue
             if one.needs > self._room:
                 # A smaller one behind it would take the room that it waits for.
@@ -238,27 +252,32 @@ class Moves:
     ) -> bool:
         if self._came_since(session, now) < MOVE_EVERY_S:
             return False
-        paid = self._came[session][2] if session in self._came else 0
+        paid = self._came[session].computed if session in self._came else 0
         rate = self._offer.prefill_tokens_s or self.pace.prefill_tokens_s
         return pays(saved_s, tokens, rate, paid, least_s)
 
     def _came_since(self, session: Session, now: float) -> float:
         found = self._came.get(session)
-        return float("inf") if found is None else now - found[0]
+        return float("inf") if found is None else now - found.at
+
+    def _has_begun(self, turn: Movable) -> bool:
+        """One that moved here has its history, before its first turn here, too."""
+        came = None if turn.session is None else self._came.get(turn.session)
+        return turn.begun or (came is not None and came.begun)
 
     def _handed(self, turn: Movable, reason: MoveReason, saved_s: float, now: float) -> Handed:
         age_s = turn.waited_s
         if turn.session is not None:
-            came_at, before_s, _ = self._came.get(turn.session, (now, 0.0, 0))
+            came = self._came.get(turn.session, Came(now, 0.0, False))
             here_s = self._opened_s(turn.session) or 0.0
-            age_s = max(age_s, here_s, now - came_at + before_s)
+            age_s = max(age_s, here_s, now - came.at + came.age_s)
         return Handed(
             reason=reason,
             tokens=turn.tokens,
             needs=turn.needs,
             saved_s=saved_s,
             age_s=max(0.0, age_s),
-            begun=turn.begun,
+            begun=self._has_begun(turn),
             prefill_tokens_s=self.pace.prefill_tokens_s,
         )
 

@@ -145,7 +145,7 @@ REPLICA = (
     Mutation(
         "a_later_session_goes_first",
         "replica/kv_queue.py",
-        "insort_right(self._waiting, one, key=lambda each: each.came_at)",
+        "insort_right(self._waiting, one, key=lambda each: each.came_at - each.age_s)",
         "self._waiting.insert(0, one)",
         "Of equal priority and tenant, the session that came first goes first.",
         ("replica/test_kv_budget.py",),
