@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import given, settings
@@ -18,6 +19,7 @@ from midstream.replica.kv_account import (
     Beginning,
     Forecast,
     KvAccount,
+    SessionNeed,
     most_at_once,
 )
 from midstream.replica.kv_budget import KvBudget, KvTurn
@@ -96,6 +98,42 @@ def test_a_session_that_has_more_than_any_that_ended_grows_as_much_again() -> No
     turns(account, "long", alone(1), 20, 1000)
     grown = 1000 - 10
     assert account.of_sessions == 1000 + max(grown, TURNS_EXPECTED * 10 - grown)
+
+
+def test_sessions_that_go_on_elsewhere_teach_nothing_of_what_sessions_come_to() -> None:
+    """A replica that leaves hands all of them over. If it is taken back, its sessions come back as before."""
+    account = account_of(10_000)
+    for n in range(GROUP_KNOWN_FROM):
+        turns(account, f"s{n}", alone(n), 100, 800)
+        account.end(("", f"s{n}"))
+    asked, silent_s = account.asks(alone(99), 100), account.silent_s()
+    assert asked == 800
+    for n in range(300):
+        turns(account, f"moves{n}", alone(1000 + n), 200)
+        assert account.end(("", f"moves{n}"), elsewhere=True)
+    assert (account.asks(alone(99), 100), account.silent_s()) == (asked, silent_s)
+    account.check()
+
+
+def test_the_next_turn_of_a_known_session_looks_at_no_other_one_where_all_fit() -> None:
+    looked = 0
+
+    class Looked(KvAccount):
+        def _claiming(self) -> Iterator[SessionNeed]:
+            nonlocal looked
+            looked += 1
+            return super()._claiming()
+
+    account = Looked()
+    account.capacity = 2000
+    for n in range(4):
+        turns(account, f"s{n}", alone(n), 20, 40)
+    # Each may come to 240 more.
+    assert all(account.carries(("", f"s{n}"), 40) for n in range(4))
+    assert account.carries(("", "unknown"), 40)
+    assert looked == 0
+    assert not account.carries(("", "s3"), 1900)
+    assert looked == 1
 
 
 # -- several choices

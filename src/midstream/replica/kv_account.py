@@ -252,16 +252,17 @@ class KvAccount:
         one = self._sessions.get(session)
         if not self.capacity or (one is not None and one.turns):
             return True
-        number = self.number(session)
-        before = [_forecast(other) for other in self._claiming() if other.number < number]
-        if not any(claim.live for claim in before):
-            return True
         if one is None:
             own = Forecast(tokens + beside, 0)
         else:
             more = self._need(one.first, tokens, one.said, max(0, tokens - one.opened)) - self._within(tokens)
             own = Forecast(max(0, tokens - one.shared) + beside, more)
-        return most_at_once([own, *before]) <= self.capacity
+        if self.of_sessions - (0 if one is None else one.counted) + sum(own) <= self.capacity:
+            # Nearly always. Each session that claims is looked at only where not all fit.
+            return True
+        number = self.number(session)
+        before = [_forecast(other) for other in self._claiming() if other.number < number]
+        return not any(claim.live for claim in before) or most_at_once([own, *before]) <= self.capacity
 
     def number(self, session: Session) -> int:
         """In the order in which sessions began; one that claims nothing any more is the last."""
@@ -340,24 +341,17 @@ class KvAccount:
             self._idle[session] = None
         self._count(session, one)
 
-    def end(self, session: Session) -> bool:
-        """The session is over. Its claim is free at once. Whether it was known."""
+    def end(self, session: Session, *, elsewhere: bool = False) -> bool:
+        """The session is over. Its claim is free at once. Whether it was known. elsewhere: it goes on there with a next turn.
+        What it comes to is not known here."""
         one = self._sessions.pop(session, None)
         if one is None:
             return False
         if session in self._idle:
             del self._idle[session]
-            self._returned.add(0)
+            self._returned.add(int(elsewhere))
+        one.learned = one.learned or elsewhere
         self._give_up(session, one)
-        return True
-
-    def hand_over(self, session: Session) -> bool:
-        """Another replica is to take the next turn of the session. Its claim is free at once; it keeps its number, should it
-        come back. Whether it claimed anything."""
-        if session not in self._idle:
-            return False
-        del self._idle[session]
-        self._give_up(session, self._sessions[session])
         return True
 
     def demote(self, now: float) -> float | None:

@@ -243,8 +243,8 @@ class KvBudget:
             self._gone(able[at].session)
 
     def _gone(self, session: Session | None) -> None:
-        """It claims nothing here any more."""
-        if session is not None and self.account.hand_over(session):
+        """It goes on elsewhere, and claims nothing here any more."""
+        if session is not None and self.account.end(session, elsewhere=True):
             self._ended(session)
 
     def _over(self, turn: KvTurn, session: Session, context: int) -> None:
