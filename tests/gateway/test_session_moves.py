@@ -184,6 +184,35 @@ def test_all_turns_of_a_session_that_are_handed_over_go_to_one_home() -> None:
     run(main)
 
 
+@pytest.mark.parametrize("full", [False, True])
+def test_a_session_stays_at_home_when_a_replica_hands_over_a_turn_that_it_served_in_passing(
+    full: bool,
+) -> None:
+    """Its home does not have the snapshot that this turn asks for."""
+
+    async def main() -> None:
+        async with staged(*[respond_ok] * 3) as stage:
+            for at in range(3):
+                hear(stage, at)
+            home = await home_of(stage)
+            asked, other = [at for at in range(3) if at != home]
+            for at in (asked, other):
+                hear(stage, at, snapshot="step-2", kv_waits=FULL if full else EMPTY)
+
+            for at in (asked, other):
+                stage.mocks[at].handler = hands_over(handed(begun=False))
+            served = await stage.ask(post(headers=SESSION + "x-midstream-snapshot: step-2\r\n"))
+            assert served.status == 200
+            assert served.headers["x-midstream-replica"] != f"replica-{home}"
+            assert (lives(stage), counts(stage)) == (f"replica-{home}", {})
+            asked_of = [request for mock in stage.mocks for request in mock.requests]
+            assert not any("x-midstream-moved" in request.headers for request in asked_of)
+            again = await stage.ask(post(headers=SESSION))
+            assert again.headers["x-midstream-replica"] == f"replica-{home}"
+
+    run(main)
+
+
 # -- who is told what
 
 

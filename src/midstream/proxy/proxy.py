@@ -302,15 +302,21 @@ class Proxy:
             None if handed is None else self._other_home(deployment, session, home, handed, tried, eligible)
         )
         if handed is None or found is None:
-            again = placed.stamp is not None and session is not None
-            stamp = deployment.sessions.settle(session, home.name) if again and session is not None else None
+            stamp = placed.stamp
+            if session is not None and stamp:
+                stamp = deployment.sessions.settle(session, home.name)
             return Placed(home, placed.decision, stamp, stays=True)
         other = Placed(*found)
         if session is not None and deployment.sessions.home(session) != other.view.name:
-            other.stamp = deployment.sessions.settle(session, other.view.name)
-            other.moved = Moved(url=home.url if handed.begun else "", begun=handed.begun, age_s=handed.age_s)
-            other.came_from = home.name if handed.begun else ""
-            self.metrics.moves[handed.reason] += 1
+            # 0: its session lives on where this one turn cannot be served.
+            other.stamp = (
+                placed.stamp if placed.stamp == 0 else deployment.sessions.settle(session, other.view.name)
+            )
+            if other.stamp:
+                url = home.url if handed.begun else ""
+                other.moved = Moved(url=url, begun=handed.begun, age_s=handed.age_s)
+                other.came_from = home.name if handed.begun else ""
+                self.metrics.moves[handed.reason] += 1
         self._note(other, session)
         return other
 
