@@ -415,12 +415,17 @@ def test_streams_and_requests_of_a_replica_whose_time_is_over_go_on_elsewhere_as
     run(main)
 
 
-def test_a_stream_that_nobody_could_go_on_with_stays_on_a_replica_whose_time_is_over() -> None:
+@pytest.mark.parametrize("other_snapshot", [False, True])
+def test_a_stream_that_nobody_could_go_on_with_stays_on_a_replica_whose_time_is_over(
+    other_snapshot: bool,
+) -> None:
+    """Its replica cannot have streams resumed, or the other one has another snapshot."""
+
     async def main() -> None:
         goes_on = asyncio.Event()
 
         async def handler(request: Message, peer: Peer) -> None:
-            begin(peer, "")
+            begin(peer, *([] if other_snapshot else [""]))
             peer.send(WRITES[0])
             await goes_on.wait()
             for data in WRITES[1:]:
@@ -435,12 +440,38 @@ def test_a_stream_that_nobody_could_go_on_with_stays_on_a_replica_whose_time_is_
             async with asyncio.timeout(60):
                 while not request.answered:  # noqa: ASYNC110 - the head has no event
                     await asyncio.sleep(0)
+            if other_snapshot:
+                hear(stage, 1, snapshot="step-2")
             stage.views[1].admitted = True
             leave(stage, 0, 0.0)
             stage.gateway.proxy.check_replicas(0.0)
+            assert stage.mocks[1].requests == []
             goes_on.set()
             events, complete = await streamed
             assert (events[:5], complete) == (numbers(0, 5), True)
+
+    run(main)
+
+
+def test_a_request_that_only_a_replica_whose_time_is_over_may_serve_stays_there() -> None:
+    async def main() -> None:
+        goes_on = asyncio.Event()
+
+        async def handler(request: Message, peer: Peer) -> None:
+            await goes_on.wait()
+            peer.respond()
+
+        async with staged(handler, respond_ok) as stage:
+            hear(stage, 0)
+            hear(stage, 1, snapshot="step-2")
+            asked = asyncio.create_task(stage.ask(post(headers="x-midstream-snapshot: base\r\n")))
+            await stage.mocks[0].asked(1)
+            leave(stage, 0, 0.0)
+            stage.gateway.proxy.check_replicas(0.0)
+            goes_on.set()
+            served = await asked
+            assert (served.status, served.headers["x-midstream-replica"]) == (200, "replica-0")
+            assert len(stage.mocks[0].requests) == 1
 
     run(main)
 

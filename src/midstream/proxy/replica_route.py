@@ -51,6 +51,7 @@ from midstream.proxy.resume import (
     failover_mode,
     has_ended,
     reason_of,
+    unable,
     without_giving_up,
 )
 from midstream.proxy.route import (
@@ -217,8 +218,7 @@ class ReplicaRoute(Route):
 
     def enter(self, request: AtReplica) -> None:
         at, proxy = self._at, self._proxy
-        placed = at.placed
-        assert placed is not None
+        placed = at.chosen
         at.here, at.report, at.replica = request, placed.view.report, placed.view.replica
         at.boot = "" if at.report is None else at.report.boot
         at.replica.count(1)
@@ -413,21 +413,24 @@ class ReplicaRoute(Route):
 
     def _not_begun(self) -> None:
         """A replica refused this request: a session that has nothing there yet may begin elsewhere. One that another request
-        began there meanwhile has the replica's own stamp."""
+        began there meanwhile has the replica's own stamp. One that moved lives on where it came from."""
         placed, session, sessions = self._at.chosen, self._asked.session, self._deployment.sessions
         if session is None or not placed.stamp:
             return
         if sessions.forget(session, placed.view.name, placed.stamp) and placed.came_from:
-            # It lives on where it came from.
             sessions.settle(session, placed.came_from)
 
     def leaves(self, phase: RequestPhase, reason: str) -> Judgement | None:
-        if not self._proxy.has_another(self._deployment, {*self._tries.replicas, self._at.view.name}):
+        deployment, streams = self._deployment, phase is RequestPhase.PASSING
+        lines = self.log.lines() if streams and self.log is not None else None
+        if phase is RequestPhase.RESUMED or (streams and (lines is None or has_ended(lines))):
             return None
-        if phase is RequestPhase.PASSING:
-            lines = None if self.log is None else self.log.lines()
-            return None if lines is None or has_ended(lines) else self._resume(lines, reason, lost=False)
-        return None if phase is RequestPhase.RESUMED else self._elsewhere(lost=False)
+        tried, versions = {*self._tries.replicas, self._at.view.name}, self._versions
+        if lines:
+            tried |= unable(lines, self._asked.mode == "exact", deployment.replicas.views, deployment.policy)
+        if not self._proxy.has_another(deployment, tried, None if versions is None else versions.fits):
+            return None
+        return self._elsewhere(lost=False) if lines is None else self._resume(lines, reason, lost=False)
 
     # -- a stream is lost
 
@@ -442,9 +445,8 @@ class ReplicaRoute(Route):
             return Judgement(RequestEvent.FAILED, error)
         if lines is None:
             return self._cut_short(reason)
-        return self._resume(
-            lines, "its weights failed their check" if given_up else reason, lost=not given_up
-        )
+        why = "its weights failed their check" if given_up else reason
+        return self._resume(lines, why, lost=not given_up)
 
     def _resume(self, lines: bytes, reason: str, *, lost: bool) -> Judgement:
         """Another replica is to continue after what the client has. lines: of the log. If there are none, the client has only
@@ -462,9 +464,7 @@ class ReplicaRoute(Route):
                 self.body = rest.asked(request.target, request.body, lines, self._asked.mode == "exact")
             except EngineFailed as error:
                 return self._failed(error)
-            self._tries.replicas |= rest.lacking(
-                self._deployment.replicas.views, of_policy=bool(self._deployment.policy)
-            )
+            self._tries.replicas |= rest.lacking(self._deployment.replicas.views, self._deployment.policy)
         judged = self._elsewhere(lost=lost)
         return Judgement(RequestEvent.LOST) if judged is ELSEWHERE else judged
 

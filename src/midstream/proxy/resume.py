@@ -8,7 +8,7 @@ is not resumed.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -156,6 +156,10 @@ class Rest:
 
     def asked(self, target: bytes, body: bytes, lines: bytes, exact: bool) -> bytes:
         """The body for PATH_RESUME. target, body: of the client's request. lines: of the log. Raises EngineFailed."""
+        return resume_body(target, self.lost, exact, self.read(lines, exact), body)
+
+    def read(self, lines: bytes, exact: bool) -> str:
+        """Learns from the lines where it continues; they as text. Raises EngineFailed."""
         try:
             state = lines.decode().removesuffix("\n")
             snapshot = snapshot_to_resume_under(state) if exact else None
@@ -164,14 +168,15 @@ class Rest:
         self.snapshot, self.pinned = snapshot or "", not exact or snapshot is not None
         if snapshot is not None:
             self.why = f"no other replica serves snapshot {snapshot!r} now"
-        return resume_body(target, self.lost, exact, state, body)
+        return state
 
-    def lacking(self, views: Iterable[ReplicaView], *, of_policy: bool) -> set[str]:
-        """Names of those that could not continue exactly. Where the snapshot only stays loaded, its pinned streams continue."""
+    def lacking(self, views: Iterable[ReplicaView], policy: str) -> set[str]:
+        """Names of those that could not continue exactly. Where the snapshot only stays loaded, its pinned streams continue.
+        policy: of the deployment; "": none."""
         found = set()
         for view in views if self.snapshot else ():
             report = view.report
-            if of_policy and report is not None and report.own.snapshot == BASE_SNAPSHOT:
+            if policy and report is not None and report.own.snapshot == BASE_SNAPSHOT:
                 # It may load the snapshot yet, and looks itself whether that is the one.
                 continue
             if report is None or self.snapshot not in (report.own.snapshot, *report.own.resident):
@@ -202,6 +207,16 @@ def resume_body(target: bytes, lost: str, exact: bool, state: str, body: bytes) 
     """A resumption.Resume in JSON, with the request's body as it came."""
     fields = {"path": target.decode("latin-1"), "lost": lost, "exact": exact, "state": state}
     return msgspec.json.encode(fields)[:-1] + b',"body":' + body + b"}"
+
+
+def unable(lines: bytes, exact: bool, views: Sequence[ReplicaView], policy: str) -> set[str]:
+    """Names of replicas that could not continue a stream after these lines."""
+    rest = Rest("")
+    try:
+        rest.read(lines, exact)
+    except EngineFailed:
+        return {view.name for view in views}
+    return rest.lacking(views, policy)
 
 
 def has_ended(lines: bytes) -> bool:
