@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -143,6 +144,20 @@ def test_a_turn_that_waits_goes_once_it_has_waited_for_longer_than_its_history_c
     assert moves.report(5.0, 3, [1.3, 1.4]).wait_s == 5.0
     assert moves.report(5.0, 3, [6.5]).wait_s == 6.5
     assert moves.report(5.0, 3).wait_s == 0.0
+
+
+def test_a_rate_is_of_the_engine_alone_and_never_more_than_a_report_may_have() -> None:
+    moves = Moves()
+    # It waited for room for 1 s, and for 30 s until a swap was over.
+    moves.ended(TurnStats(prompt_tokens=1000, admitted_s=31.0, first_token_s=33.5, queued_s=0.5), 1.0, 0.0)
+    assert moves.report(0.0).prefill_tokens_s == 500.0
+    fast = Moves()
+    fast.ended(TurnStats(prompt_tokens=100_000, first_token_s=1e-6), 0.0, 0.0)
+    fast.take(RoomOffer(leaving=True), 0.0)
+    found = fast.on_arrival(waiting(1, 0.0), 0.0)
+    for said in (fast.report(0.0), found):
+        assert said is not None
+        assert msgspec.json.decode(msgspec.json.encode(said), type=type(said)) == said
 
 
 def test_new_sessions_go_in_their_order_into_the_room_that_is_offered() -> None:

@@ -30,7 +30,9 @@ OFFER_S = 3.0
 ROOM_UNKNOWN = 2**31
 
 _Whole = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
-_Time = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
+#: Of a number in a report, an offer or a header.
+NUMBER_MAX = 1e9
+_Time = Annotated[float, msgspec.Meta(ge=0, le=NUMBER_MAX)]
 #: A turn waits at its home; it would share a busy engine; its home leaves.
 MoveReason = Literal["wait", "slow", "leaving"]
 

@@ -20,6 +20,7 @@ import msgspec
 from midstream.core.price import (
     GAIN_S_MIN,
     MOVE_EVERY_S,
+    NUMBER_MAX,
     OFFER_S,
     SLOW_GAIN_S_MIN,
     Handed,
@@ -46,6 +47,7 @@ class EndedTurn(Protocol):
     prompt_tokens: int
     cached_tokens: int
     longest: int
+    admitted_s: float
     first_token_s: float | None
     generation_s: float
     queued_s: float | None
@@ -87,7 +89,9 @@ class Pace:
             return
         queued_s = turn.queued_s or 0.0
         self.queued.append((now, queued_s))
-        computed, took_s = turn.prompt_tokens - turn.cached_tokens, turn.first_token_s - waited_s - queued_s
+        # For room in the KV cache, and at a gate.
+        before_s = max(waited_s, turn.admitted_s) + queued_s
+        computed, took_s = turn.prompt_tokens - turn.cached_tokens, turn.first_token_s - before_s
         if computed >= PREFILL_FROM and took_s > 0:
             self.prefills.append((computed, took_s))
         if turn.longest > 1:
@@ -278,9 +282,10 @@ class Moves:
             saved_s=saved_s,
             age_s=max(0.0, age_s),
             begun=self._has_begun(turn),
-            prefill_tokens_s=self.pace.prefill_tokens_s,
+            prefill_tokens_s=_rounded(self.pace.prefill_tokens_s),
         )
 
 
 def _rounded(value: float) -> float:
-    return float(f"{value:.2g}")
+    """As it may be in a report: of a prompt that took hardly any time, the rate has no bound."""
+    return float(f"{min(value, NUMBER_MAX):.2g}")

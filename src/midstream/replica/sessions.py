@@ -42,6 +42,8 @@ class TurnStats:
     generated_tokens: int = 0
     #: Tokens of the longest choice.
     longest: int = 0
+    #: From the request's arrival until the gate let it in.
+    admitted_s: float = 0.0
     #: From the request's arrival.
     first_token_s: float | None = None
     #: From the first token to the end.

@@ -99,6 +99,7 @@ class Measured:
         turn.finishes = tuple([choice.finish or "abort" for choice in choices])
         first, now = self.timings.first_token, self._monotonic()
         turn.request_s, turn.queued_s = now - self.timings.started, self.timings.queued_s
+        turn.admitted_s = max(0.0, self.timings.admitted - self.timings.started)
         if first is not None:
             turn.first_token_s = first - self.timings.started
             turn.generation_s = now - first
