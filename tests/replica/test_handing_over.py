@@ -22,6 +22,7 @@ from midstream.core.headers import (
     HEADER_STAY,
 )
 from midstream.core.price import Handed, Moved, RoomOffer
+from midstream.replica.gate import Door
 
 LONG = "a prompt that is long enough to measure"
 
@@ -257,6 +258,21 @@ def test_the_age_of_a_session_that_moved_here_is_no_wait(tmp_path: Path) -> None
         assert (await again[1]).status_code == 200
         await close(here, "b")
         assert (await again[0]).status_code == 200
+
+    test(tmp_path, work)
+
+
+def test_what_a_turn_waited_at_a_gate_is_no_prefill(tmp_path: Path) -> None:
+    async def work(here: Running, clock: Clock) -> None:
+        gate = here.replica.own.gate
+        gate.set(Door.HELD)
+        asked = ask(here, "s")
+        await here.until(lambda: gate.waiting == 1)
+        clock.now = 30.0
+        gate.set(Door.OPEN)
+        assert (await asked).status_code == 200
+        # Its clock stood while it was computed.
+        assert here.replica.report().pace.prefill_tokens_s == 0.0
 
     test(tmp_path, work)
 
