@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import random
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 from hypothesis import given, settings
@@ -112,6 +113,31 @@ def test_sessions_that_go_on_elsewhere_teach_nothing_of_what_sessions_come_to() 
         turns(account, f"moves{n}", alone(1000 + n), 200)
         assert account.end(("", f"moves{n}"), elsewhere=True)
     assert (account.asks(alone(99), 100), account.silent_s()) == (asked, silent_s)
+    account.check()
+
+
+def test_a_session_that_nobody_else_took_is_as_old_as_before() -> None:
+    """One that names a snapshot which only its home has is handed over and comes back turn by turn."""
+    account = account_of(100)
+    for name in ("old", "pinned", "young"):
+        turns(account, name, alone(hash(name)), 10, 20)
+    account.begin(("", "old"), alone(hash("old")), 90, 0.0)
+    queue = KvQueue(account, waiting_max=9)
+    order: list[str] = []
+    for name in ("young", "pinned"):
+        one = Waiting(("", name), alone(hash(name)), 50, None, 0, 0.0, go=partial(order.append, name))
+        one.begun = True
+        if name == "pinned":
+            account.end(one.session, elsewhere=True)
+        assert queue.join(one)
+    account.end_turn(("", "old"), 90, 0.0)
+    account.end(("", "old"))
+    queue.admit(0.0)
+    assert order[0] == "pinned"
+    # One that is closed begins anew.
+    account.end(("", "pinned"), elsewhere=True)
+    account.end(("", "pinned"))
+    assert account.number(("", "pinned")) > account.number(("", "young"))
     account.check()
 
 

@@ -26,6 +26,8 @@ LEARNED_FROM = 256
 #: So many are enough for a group to be judged by its own.
 GROUP_KNOWN_FROM = 4
 GROUPS_MAX = 1024
+#: Of so many sessions that went on elsewhere it is known when they began.
+MOVED_MAX = 4096
 #: Of sessions that came to more tokens than this one has, the share that its need covers; and of answers, likewise.
 COVERED = 0.6
 #: A session that has more than any came to that is known will grow as much again as it grew, as is expected, and in all by so
@@ -130,6 +132,8 @@ class KvAccount:
         self._sessions: dict[Session, SessionNeed] = {}
         # Between two turns and not silent for too long, the longest silent first.
         self._idle: OrderedDict[Session, None] = OrderedDict()
+        # The numbers of sessions that were to go on elsewhere. Nobody may have taken them.
+        self._moved: OrderedDict[Session, int] = OrderedDict()
         self._groups: OrderedDict[int, Recent] = OrderedDict()
         # Those of each family that claim, for what they share; and how many each group has.
         self._members: dict[int, dict[Session, SessionNeed]] = {}
@@ -265,9 +269,9 @@ class KvAccount:
         return not any(claim.live for claim in before) or most_at_once([own, *before]) <= self.capacity
 
     def number(self, session: Session) -> int:
-        """In the order in which sessions began; one that claims nothing any more is the last."""
+        """In the order in which sessions began. The last one is one that is over, and has a turn all the same."""
         one = self._sessions.get(session)
-        return self._number + 1 if one is None else one.number
+        return self._moved.get(session, self._number + 1) if one is None else one.number
 
     def begin(
         self,
@@ -285,7 +289,8 @@ class KvAccount:
         one = self._sessions.get(session)
         if one is None:
             self._number += 1
-            one = self._sessions[session] = SessionNeed(first, tokens, number=self._number)
+            number = self._moved.pop(session, self._number)
+            one = self._sessions[session] = SessionNeed(first, tokens, number=number)
             one.shared = tokens if first.group in self._mates else 0
         elif not one.turns and one.begun:
             # What it waited here is no silence.
@@ -345,8 +350,14 @@ class KvAccount:
         """The session is over. Its claim is free at once. Whether it was known. elsewhere: it goes on there with a next turn.
         What it comes to is not known here."""
         one = self._sessions.pop(session, None)
+        if not elsewhere:
+            self._moved.pop(session, None)
         if one is None:
             return False
+        if elsewhere:
+            self._moved[session] = one.number
+            if len(self._moved) > MOVED_MAX:
+                self._moved.popitem(last=False)
         if session in self._idle:
             del self._idle[session]
             self._returned.add(int(elsewhere))
@@ -377,6 +388,7 @@ class KvAccount:
             self._set(session, self._sessions[session], 0)
         self._sessions.clear()
         self._idle.clear()
+        self._moved.clear()
         self._members.clear()
         self._mates.clear()
         self._shared.clear()
