@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import pytest
 from replica_fakes import MODEL, Running, running
 from test_kv_waits import SmallCache, close, waits
 
-from midstream.core.errors import HEADER_HANDED
+from midstream.core.errors import HEADER_HANDED, HandedOver
 from midstream.core.headers import (
     HEADER_BOOT,
     HEADER_EXPECTED_TOKENS,
@@ -21,8 +21,11 @@ from midstream.core.headers import (
     HEADER_SESSION,
     HEADER_STAY,
 )
+from midstream.core.kv import KvStats
 from midstream.core.price import Handed, Moved, RoomOffer
 from midstream.replica.gate import Door
+from midstream.replica.kv_budget import KvBudget, KvTurn
+from midstream.replica.moves import Movable, Moves
 
 LONG = "a prompt that is long enough to measure"
 
@@ -260,6 +263,48 @@ def test_the_age_of_a_session_that_moved_here_is_no_wait(tmp_path: Path) -> None
         assert (await again[0]).status_code == 200
 
     test(tmp_path, work)
+
+
+def test_what_one_more_new_session_costs_does_not_grow_with_what_waits_while_others_have_room() -> None:
+    """Of 4,000 that wait, each was judged again at each arrival: 6 ms."""
+    judged = 0
+
+    class Counted(Moves):
+        def of_waiting(self, waiting: Sequence[Movable], now: float) -> dict[int, Handed]:
+            nonlocal judged
+            judged += len(waiting)
+            return super().of_waiting(waiting, now)
+
+    budget = KvBudget(
+        share=1.0,
+        waiting_max=500,
+        stats=lambda: KvStats(block_tokens=1, total=100),
+        known=lambda session: False,
+        ended=lambda session: None,
+        monotonic=lambda: 0.0,
+        moves=Counted(),
+    )
+
+    def turn(number: int) -> KvTurn:
+        return KvTurn(("", str(number)), (number,) * 10, said=90, movable=True)
+
+    async def main() -> None:
+        first = turn(0)
+        await budget.enter(first)
+        budget.offered(RoomOffer(room_tokens=1))
+        turns = [asyncio.create_task(budget.enter(turn(number))) for number in range(1, 101)]
+        await asyncio.sleep(0)
+        assert (len(budget.queue), judged) == (100, 1)
+        budget.offered(RoomOffer(room_tokens=180))
+        assert (len(budget.queue), judged) == (98, 101)
+        went = await asyncio.gather(*turns[:2], return_exceptions=True)
+        assert [type(one) for one in went] == [HandedOver, HandedOver]
+        for one in turns:
+            one.cancel()
+        await asyncio.gather(*turns, return_exceptions=True)
+        budget.leave(first, 0)
+
+    asyncio.run(main())
 
 
 def test_what_a_turn_waited_at_a_gate_is_no_prefill(tmp_path: Path) -> None:

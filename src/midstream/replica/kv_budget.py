@@ -179,7 +179,9 @@ class KvBudget:
         turn.position = self.queue.position(session) or 1
         going = asyncio.Event()
         one.go = going.set
-        self._hand_over()
+        if one.begun or self.queue.new == 1:
+            # Other new ones are behind one that the offer had no room for.
+            self._hand_over([one])
         self._settle()
         try:
             await going.wait()
@@ -210,7 +212,7 @@ class KvBudget:
     def offered(self, offer: RoomOffer) -> None:
         """A gateway says what another replica has to offer, or that this one is asked to leave."""
         self.moves.take(offer, self._monotonic())
-        self._hand_over()
+        self._hand_over(self.queue.waiting)
         self._settle()
 
     def pace(self) -> TurnPace:
@@ -233,11 +235,11 @@ class KvBudget:
             self._gone(session)
             raise _handed_over(handed)
 
-    def _hand_over(self) -> None:
+    def _hand_over(self, waiting: Sequence[Waiting]) -> None:
         now = self._monotonic()
         if not self.moves.may_take(now):
             return
-        able = [one for one in self.queue.waiting if one.movable and not one.over()]
+        able = [one for one in waiting if one.movable and not one.over()]
         for at, handed in self.moves.of_waiting([self._movable(one, now) for one in able], now).items():
             self.queue.hand_over(able[at], handed, now)
             self._gone(able[at].session)

@@ -81,6 +81,11 @@ class KvQueue:
         return len(self._waiting)
 
     @property
+    def new(self) -> int:
+        """How many wait whose sessions have not begun."""
+        return len(self._waiting) - self._begun
+
+    @property
     def waiting(self) -> tuple[Waiting, ...]:
         """In the order in which they came."""
         return tuple(self._waiting)
@@ -109,7 +114,7 @@ class KvQueue:
         """Whether it has to wait. Raises Overloaded. One that need not wait is to `begin` in the account at once."""
         if (one.begun or not self._waiting) and self.fits(one):
             return False
-        alike = self._begun if one.begun else len(self._waiting) - self._begun
+        alike = self._begun if one.begun else self.new
         if alike >= self._waiting_max:
             self.refused += 1
             what = "turns of sessions" if one.begun else "new sessions"
