@@ -305,7 +305,7 @@ class Proxy:
             stamp = placed.stamp
             if session is not None and stamp:
                 stamp = deployment.sessions.settle(session, home.name)
-            return Placed(home, placed.decision, stamp, stays=True)
+            return Placed(home, placed.decision, stamp)
         other = Placed(*found)
         if session is not None and deployment.sessions.home(session) != other.view.name:
             # 0: its session lives on where this one turn cannot be served.
@@ -363,15 +363,13 @@ class Proxy:
 @dataclass(slots=True)
 class Placed:
     """Where a request goes. stamp: that of the session placed there, or 0 if for this request alone; None: no session is
-    placed. moved: what its new home learns of a session that lived elsewhere, on `came_from` if that may take it back. stays:
-    its home hands it to no other one."""
+    placed. moved: what its new home learns of a session that lived elsewhere, on `came_from` if that may take it back."""
 
     view: ReplicaView
     decision: Decision
     stamp: int | None = None
     moved: Moved | None = None
     came_from: str = ""
-    stays: bool = False
 
 
 class AtReplica(Protocol):
