@@ -218,7 +218,8 @@ class ReplicaRoute(Route):
 
     def enter(self, request: AtReplica) -> None:
         at, proxy = self._at, self._proxy
-        placed = at.chosen
+        placed = at.placed
+        assert placed is not None
         at.here, at.report, at.replica = request, placed.view.report, placed.view.replica
         at.boot = "" if at.report is None else at.report.boot
         at.replica.count(1)
@@ -421,13 +422,12 @@ class ReplicaRoute(Route):
             sessions.settle(session, placed.came_from)
 
     def leaves(self, phase: RequestPhase, reason: str) -> Judgement | None:
-        deployment, streams = self._deployment, phase is RequestPhase.PASSING
+        deployment, versions, streams = self._deployment, self._versions, phase is RequestPhase.PASSING
         lines = self.log.lines() if streams and self.log is not None else None
         if phase is RequestPhase.RESUMED or (streams and (lines is None or has_ended(lines))):
             return None
-        tried, versions = {*self._tries.replicas, self._at.view.name}, self._versions
-        if lines:
-            tried |= unable(lines, self._asked.mode == "exact", deployment.replicas.views, deployment.policy)
+        tried = unable(lines, self._asked.mode == "exact", deployment.replicas.views, deployment.policy)
+        tried |= {*self._tries.replicas, self._at.view.name}
         if not self._proxy.has_another(deployment, tried, None if versions is None else versions.fits):
             return None
         return self._elsewhere(lost=False) if lines is None else self._resume(lines, reason, lost=False)

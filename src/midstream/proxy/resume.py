@@ -209,8 +209,10 @@ def resume_body(target: bytes, lost: str, exact: bool, state: str, body: bytes) 
     return msgspec.json.encode(fields)[:-1] + b',"body":' + body + b"}"
 
 
-def unable(lines: bytes, exact: bool, views: Sequence[ReplicaView], policy: str) -> set[str]:
-    """Names of replicas that could not continue a stream after these lines."""
+def unable(lines: bytes | None, exact: bool, views: Sequence[ReplicaView], policy: str) -> set[str]:
+    """Names of replicas that could not continue a stream after these lines, if there are any."""
+    if not lines:
+        return set()
     rest = Rest("")
     try:
         rest.read(lines, exact)

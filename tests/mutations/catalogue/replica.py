@@ -177,8 +177,8 @@ REPLICA = (
     Mutation(
         "a_turn_is_handed_over_for_nothing",
         "replica/moves.py",
-        "if one.begun and one.session is not None and self._pays(one.session, one.tokens, saved_s, now):",
-        "if one.begun and one.session is not None:",
+        "if begun and one.session is not None and self._pays(one.session, one.tokens, saved_s, now):",
+        "if begun and one.session is not None:",
         "A session moves only if the time it saves is more than what computing its history costs.",
         ("gateway/test_price.py", "replica/test_handing_over.py"),
     ),
