@@ -24,7 +24,7 @@ LINES_MAX = {
     "commands": 3365,
     "core": 5595,
     "dashboard": 5,
-    "engine": 17090,
+    "engine": 17110,
     "fleet": 6345,
     "http": 2630,
     "integrations": 1235,

@@ -253,9 +253,8 @@ class KvHoldings:
 
 def _asked(request: Any) -> tuple[str, float, float]:
     """The session, when its next turn is likely, and how long its KV is kept for that, in seconds."""
-    params = request.sampling_params
-    session, returns_s, kept_s = ((params and params.extra_args) or {}).get(numbers.SESSION, ("", 0.0, 0.0))
-    return str(session), float(returns_s), float(kept_s)
+    session, returns_s, kept_s = numbers.said(request.sampling_params, numbers.SESSION, ("", 0.0, 0.0))
+    return session, returns_s, kept_s
 
 
 def _salt(request: Any) -> tuple[str, str]:

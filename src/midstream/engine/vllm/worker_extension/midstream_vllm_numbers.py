@@ -16,10 +16,12 @@ SESSION tells the scheduler whose KV a request is (midstream_vllm_kv.py): the se
 long its KV is kept for that, in seconds. LOOK is the call of /collective_rpc that the engine core answers with what is held.
 
 Always holds: no true rank reaches RANK_BASE. vLLM passes ranks and ids on as they are, so nothing else in it has to know. The
-workers write this (midstream_vllm_sampler.py), and protocol.py reads it. This module imports nothing.
+workers write this (midstream_vllm_sampler.py), and protocol.py reads it. This module imports nothing of vLLM.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 MARK = "midstream_sampling_logprobs"
 NEAR = "midstream_near_ties"
@@ -34,3 +36,17 @@ INFINITE = 0x7F800000
 TIE_PLACE = 1 << 31
 #: As in midstream.core.types.
 NEAR_TOP_K, NEAR_TOP_P, NEAR_MIN_P, NEAR_GREEDY = 2, 4, 8, 16
+
+
+def said(params: Any, name: str, default: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What a request says under this name in its `extra_args`, in the types of `default`.
+
+    Whatever else is there counts as not said: clients of the server may put it there, and an error would end the server.
+    """
+    given = ((params and params.extra_args) or {}).get(name)
+    if not isinstance(given, list | tuple) or len(given) != len(default):
+        return default
+    try:
+        return tuple(type(one)(value) for one, value in zip(default, given, strict=True))
+    except (TypeError, ValueError, OverflowError):
+        return default

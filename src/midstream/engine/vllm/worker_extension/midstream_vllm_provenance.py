@@ -186,9 +186,8 @@ class KvHistory:
 
 
 def _asked(request: Any) -> tuple[bool, int]:
-    params = request.sampling_params
-    told, age_max = ((params and params.extra_args) or {}).get(numbers.KV, (0, -1))
-    return bool(told), int(age_max)
+    told, age_max = numbers.said(request.sampling_params, numbers.KV, (0, numbers.ANY_AGE))
+    return bool(told), age_max
 
 
 def _policy(request: Any) -> str:

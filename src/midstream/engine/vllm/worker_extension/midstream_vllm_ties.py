@@ -35,7 +35,10 @@ class TieLimits:
     @classmethod
     def of(cls, params: Sequence[Any], device: Any) -> TieLimits:
         """params: vLLM's sampling parameters of each row, with thresholds in their `extra_args`."""
-        found = [(*p.extra_args[numbers.NEAR], p.temperature, p.top_k, p.top_p, p.min_p) for p in params]
+        found = [
+            (*numbers.said(p, numbers.NEAR, (0.0, 0.0)), p.temperature, p.top_k, p.top_p, p.min_p)
+            for p in params
+        ]
         return cls(*torch.tensor(found, dtype=torch.float64, device=device).T.unsqueeze(-1))
 
 
