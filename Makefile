@@ -216,7 +216,7 @@ first-token: setup
 PYTEST = $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist worksteal --durations-file=test-durations.json
 
 test-fast: setup
-	$(PYTEST) --tier=fast $(TEST_ARGS)
+	$(PYTEST) --tier=fast --ignore tests/vllm $(TEST_ARGS)
 
 test: setup setup-fireworks setup-harness .venv-tinker/.installed
 	$(PYTEST) --tier=test --ignore tests/vllm $(TEST_ARGS)
