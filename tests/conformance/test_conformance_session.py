@@ -14,6 +14,7 @@ import pytest
 import scripted
 from scripted import DEPLOYMENT, MODEL, Scripted
 
+import midstream_conformance.session
 from midstream.core.wires import HOT_LOAD_PATH
 from midstream_conformance.endpoint import TRAJECTORY_HEADER
 from midstream_conformance.outcome import Failed, Skipped
@@ -54,15 +55,16 @@ def test_asking_goes_on_until_every_replica_answered() -> None:
         ("a", 1, 1),
         (None, 1, 1),
         # The other one is never seen.
-        ("a", 2, 2 * SIGHTINGS),
+        ("a", 2, 2 * SIGHTINGS + 8 * (2 + 4 + 8)),
         (None, 2, 2 * SIGHTINGS),
         # Nobody knows how many there are.
         ("a", None, SIGHTINGS),
     ],
 )
 def test_asking_ends_where_replicas_cannot_be_told_apart(
-    home: str | None, replicas: int | None, asked: int
+    home: str | None, replicas: int | None, asked: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(midstream_conformance.session, "PAUSES_S", (1e-6,) * 3)
     server = answering(itertools.repeat(home))
     session = session_of(server, replicas=replicas)
     asyncio.run(session.on_every_replica(lambda key: session.turn([20], key)))
@@ -82,6 +84,26 @@ def test_a_replica_is_reached_that_gets_no_new_session_while_the_other_is_idle()
 
     server = Scripted()
     server.on["POST", "/v1/completions"] = complete
+    session = session_of(server, replicas=2)
+    found = asyncio.run(session.on_every_replica(lambda key: session.turn([20], key)))
+    assert sorted(found) == ["a", "b"]
+
+
+def test_a_replica_is_reached_that_gets_no_new_session_until_its_next_report(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It was busy when it reported last, so however many ask at once, none goes there for a while."""
+    waited = 0.0
+
+    async def pause(seconds: float) -> None:
+        nonlocal waited
+        waited += seconds
+
+    monkeypatch.setattr(midstream_conformance.session.asyncio, "sleep", pause)
+    server = Scripted()
+    server.on["POST", "/v1/completions"] = lambda request: scripted.completed(
+        request, replica="b" if waited >= 1 else "a"
+    )
     session = session_of(server, replicas=2)
     found = asyncio.run(session.on_every_replica(lambda key: session.turn([20], key)))
     assert sorted(found) == ["a", "b"]

@@ -29,6 +29,9 @@ FIRST_ID, LAST_ID = (
 )
 # At most so many sessions are asked for each replica, until every one was seen.
 SIGHTINGS = 16
+# Where one of them was not: so long it waits before it asks twice as many at once as before, in seconds. A replica that was
+# busy, or has more sessions than the others, gets no new one until its next report, or until they have as many.
+PAUSES_S = (0.5, 1.0, 2.0)
 # The replica of an answer that names none.
 UNNAMED = ""
 
@@ -107,14 +110,19 @@ class Session:
     async def on_every_replica(self, ask: Callable[[str], Awaitable[Answer]]) -> dict[str, list[Answer]]:
         """The answers of `ask(key)` for unused session keys, by replica: until every replica has answered.
 
-        It asks at most SIGHTINGS times as often as there are replicas. It asks just so often where the endpoint does not name
-        the replica that answers (UNNAMED), or their number. The first quarter is asked one by one, the others several at
-        once: one by one, new sessions may all go where the fewest are.
+        It asks SIGHTINGS times as often as there are replicas, and no more where the endpoint does not name the replica that
+        answers (UNNAMED), or their number. The first quarter is asked one by one, the others several at once: one by one, new
+        sessions may all go where the fewest are. Where replicas are named, it asks more after each of PAUSES_S.
         """
         wanted = self.target.replicas
         found: dict[str, list[Answer]] = {}
         several = SIGHTINGS // 4 * (wanted or 1)
-        for count in [1] * several + [several] * 3:
+        rounds = [(0.0, 1)] * several + [(0.0, several)] * 3
+        rounds += [(pause, several << doubled) for doubled, pause in enumerate(PAUSES_S, start=1)]
+        for pause, count in rounds:
+            if pause and (wanted is None or found.keys() <= {UNNAMED}):
+                break
+            await asyncio.sleep(pause)
             asked = await asyncio.gather(*(ask(self.key()) for _ in range(count)), return_exceptions=True)
             for answer in asked:
                 if isinstance(answer, BaseException):
