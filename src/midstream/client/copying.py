@@ -41,8 +41,8 @@ class Copying:
             self.tensors[name] = self.tensors[name].clone()
         self._queued = _queued(self.tensors.values())
         self._ended = Future[None]()
-        #: Taken by the first who is told that the copy failed.
-        self._told = threading.Lock()
+        #: Held by the first caller that raises the error of the copy.
+        self._raised = threading.Lock()
         #: What makes the copy. None: it has not begun, and no step waits.
         self._publication: Future[Any] | None = None
         self._hooks: list[Any] = []
@@ -87,12 +87,12 @@ class Copying:
         """Return when the copy is whole. Raises what the copy raised, and TimeoutError."""
         error = self._ended.exception(timeout_s)
         if error is not None:
-            self.told()
+            self.claim_error()
             raise error
 
-    def told(self) -> bool:
-        """Note that the copy's error is raised. True for the first caller."""
-        return self._told.acquire(blocking=False)
+    def claim_error(self) -> bool:
+        """True for the first caller: it raises the error of the copy."""
+        return self._raised.acquire(blocking=False)
 
     def release(self) -> None:
         """Remove the hooks. Call between steps. May be called twice."""
@@ -108,7 +108,7 @@ class Copying:
         if self._publication is None:
             return
         error = self._ended.exception()
-        if error is not None and self.told():
+        if error is not None and self.claim_error():
             raise error
 
     def _publication_ended(self, publication: Future[Any]) -> None:

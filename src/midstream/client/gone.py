@@ -46,7 +46,7 @@ class GoneFiles:
             self.more_files += 1
         self._last = turn.file
 
-    def told(self) -> str:
+    def summary(self) -> str:
         """For people: how many, which, and how old."""
         now = time.time()
         count = len(self.files) + self.more_files

@@ -100,7 +100,7 @@ def read_records(
         yield from _records(root, deployment, seen, on_segment, fill)
     finally:
         if gone.turns:
-            log.warning("%s: %s", public_url(url), gone.told())
+            log.warning("%s: %s", public_url(url), gone.summary())
 
 
 def _records(

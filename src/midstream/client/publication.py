@@ -86,7 +86,7 @@ class Publication:
         """Raises the errors of SnapshotPublisher.publish, and TimeoutError when it is not done after `timeout_s`."""
         error = self._future.exception(timeout_s)
         if error is not None and self._copying is not None:
-            self._copying.told()
+            self._copying.claim_error()
         return self._future.result()
 
     def wait_copied(self, timeout_s: float | None = None) -> None:

@@ -31,7 +31,7 @@ from midstream.core.text import plain
 from midstream.snapshots.identity import check_identity
 from midstream.verify.claims import ClaimedRecords
 from midstream.verify.explain import Explainer, GapReport
-from midstream.verify.gaps import REMEDIES, CauseShare, GapCause, Split, shares, told, whole
+from midstream.verify.gaps import REMEDIES, CauseShare, GapCause, Split, share_row, shares, whole
 from midstream.verify.page import page
 from midstream.verify.trainer import TrainerTable, read_trainer
 from midstream.verify.verifier import used
@@ -194,8 +194,8 @@ def _line(name: str, one: CauseShare) -> str:
 def _document(report: GapReport, about: dict[str, Any]) -> dict[str, Any]:
     return {
         **about,
-        "causes": {cause: told(one) for cause, one in shares(report.splits).items()},
-        "all": told(whole(report.splits)),
+        "causes": {cause: share_row(one) for cause, one in shares(report.splits).items()},
+        "all": share_row(whole(report.splits)),
         "not_split": dict(sorted(report.not_split.items())),
         "unpaired_tokens": report.unpaired,
         "turns": [_turn(split) for split in report.splits],

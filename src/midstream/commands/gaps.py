@@ -27,5 +27,5 @@ def exit_code(code: int, gone: GoneFiles, options: argparse.Namespace) -> int:
     """code: that of the command without a gap. Says on stderr what is gone."""
     if not gone.turns:
         return code
-    print(plain(gone.told()), file=sys.stderr)
+    print(plain(gone.summary()), file=sys.stderr)
     return GAPS if code == 0 and not options.allow_gone else code

@@ -81,10 +81,10 @@ class Detective:
         if found.sampling and not found.logprob:
             at = found.sampling[0]
             above = (claim.turn.sampling_logprobs or [0.0])[at] or 0.0
-            told = (
+            detail = (
                 "is above 0" if above > self._tolerance else "is not that of its recorded sampling parameters"
             )
-            return Explained(Cause.LOGPROB, f"the sampling_logprob of token {at} {told}")
+            return Explained(Cause.LOGPROB, f"the sampling_logprob of token {at} {detail}")
         trials = self._trials(claim, found, around)
         for _ in range(TRIALS_MAX // TOGETHER):
             some = list(islice(trials, TOGETHER))
@@ -94,8 +94,8 @@ class Detective:
                 if fits:
                     return Explained(trial.cause, trial.detail, trial.tokens)
         if _later_fit(found, len(claim.labels)):
-            told = "the tokens behind it fit, so neither ids nor KV are at fault"
-            return Explained(Cause.LOGPROB, told)
+            detail = "the tokens behind it fit, so neither ids nor KV are at fault"
+            return Explained(Cause.LOGPROB, detail)
         by_id = self._other_ids(claim, found.logprob[0])
         return by_id or Explained(Cause.UNKNOWN, "no other snapshot, KV, id or turn here fits")
 
@@ -161,9 +161,9 @@ class Detective:
         ):
             found = self._first_id(claim, ids, place, skip, some)
             if found is not None:
-                told = f"{detail} before token {at}" if not skip else f"{detail} than token {at}"
+                why = f"{detail} before token {at}" if not skip else f"{detail} than token {at}"
                 whole = [*ids[:place], found, *ids[place + skip :]]
-                return Explained(cause, f"{told}: {found} fits", whole)
+                return Explained(cause, f"{why}: {found} fits", whole)
         return None
 
     def _first_id(
@@ -171,7 +171,7 @@ class Detective:
     ) -> int | None:
         """The id that the tokens behind `place` fit, put there."""
         kv = list(claim.parts[0].kv)
-        told = claim.logprobs[place - (claim.length - len(claim.labels)) + skip :]
+        recorded = claim.logprobs[place - (claim.length - len(claim.labels)) + skip :]
         tail = list(ids[place + skip : place + skip + GLANCE])
         if not tail:
             return None
@@ -184,44 +184,47 @@ class Detective:
         for job, numbers in zip(jobs, self._computer.compute(jobs), strict=True):
             if all(
                 abs(made - said) <= self._tolerance
-                for made, said in zip(numbers.logprobs.tolist(), told, strict=False)
+                for made, said in zip(numbers.logprobs.tolist(), recorded, strict=False)
             ):
                 return job.ids[place]
         return None
 
 
 def _of_routes(claim: Claim, found: Compared, computed: Computed) -> Explained:
-    told, made = claim.routes, computed.routes
-    assert told is not None
+    recorded, made = claim.routes, computed.routes
+    assert recorded is not None
     if made is None:
         return Explained(Cause.ROUTE, "it has routes, and the model has no experts")
-    if told.shape != made.shape:
+    if recorded.shape != made.shape:
         return Explained(
             Cause.ROUTE,
-            f"its routes are of {told.shape[1:]} layers and experts, the model's of {made.shape[1:]}",
+            f"its routes are of {recorded.shape[1:]} layers and experts, the model's of {made.shape[1:]}",
         )
     at = found.route[0]
     for other in found.route[1:]:
-        if sorted(told[at].ravel()) == sorted(made[other].ravel()) and (told[other] == made[at]).all():
+        if (
+            sorted(recorded[at].ravel()) == sorted(made[other].ravel())
+            and (recorded[other] == made[at]).all()
+        ):
             return Explained(Cause.ROUTE, f"the rows of tokens {at} and {other} are exchanged")
     return Explained(Cause.ROUTE, f"the row of token {at} is of no pass over it")
 
 
 def _of_weights(claim: Claim, found: Compared, computed: Computed, tolerance: float) -> Explained:
-    told, made, routes = claim.router_weights, computed.weights, claim.routes
-    assert told is not None
+    recorded, made, routes = claim.router_weights, computed.weights, claim.routes
+    assert recorded is not None
     assert made is not None
     assert routes is not None
     at = found.weights[0]
     off = weights_off(claim, computed, tolerance)[at]
     layer, place = (int(index) for index in np.argwhere(off)[0])
-    like = np.abs(np.sort(made, -1) - np.sort(told[at], -1)).max((1, 2)) <= WEIGHTS_WIDER * tolerance
+    like = np.abs(np.sort(made, -1) - np.sort(recorded[at], -1)).max((1, 2)) <= WEIGHTS_WIDER * tolerance
     if like[at]:
         detail = f"router weights of token {at}, layer {layer}: its experts have each other's"
     elif like.any():
         detail = f"router weights of token {at}: they are those of token {int(np.flatnonzero(like)[0])}"
     else:
-        expert, value = int(routes[at, layer, place]), float(told[at, layer, place])
+        expert, value = int(routes[at, layer, place]), float(recorded[at, layer, place])
         detail = f"router weights of token {at}, layer {layer}: expert {expert} has {value:.6f}"
     return Explained(Cause.WEIGHTS, detail)
 
@@ -271,8 +274,8 @@ def _moved_borders(claim: Claim, found: Compared) -> Iterator[Trial]:
             for token in range(first, until):
                 labels[token] = name
                 kv[last + token] = name
-            told = f"tokens {first} to {until - 1} are of {name}"
-            yield Trial(Cause.LABEL, told, _replaced(claim, labels, [KvPart(len(labels), tuple(kv))]))
+            detail = f"tokens {first} to {until - 1} are of {name}"
+            yield Trial(Cause.LABEL, detail, _replaced(claim, labels, [KvPart(len(labels), tuple(kv))]))
 
 
 def _near(border: int, first: int, count: int) -> Iterator[tuple[int, int]]:
@@ -292,11 +295,11 @@ def _other_snapshots(claim: Claim, around: Neighbourhood) -> Iterator[Trial]:
             cause = Cause.ADAPTER if new in around.adapters or old in around.adapters else Cause.LABEL
             labels = _renamed(claim.labels, old, new)
             everywhere = [KvPart(until, tuple(_renamed(kv, old, new))) for until, kv in claim.parts]
-            told = f"{new} made the tokens that are labelled {old}"
-            yield Trial(cause, told, _replaced(claim, labels, everywhere))
+            detail = f"{new} made the tokens that are labelled {old}"
+            yield Trial(cause, detail, _replaced(claim, labels, everywhere))
             sampled = [KvPart(until, tuple(_renamed(kv, old, new, start))) for until, kv in claim.parts]
             if sampled != everywhere:
-                yield Trial(cause, told, _replaced(claim, labels, sampled))
+                yield Trial(cause, detail, _replaced(claim, labels, sampled))
 
 
 def _others(around: Neighbourhood, but: str) -> list[str]:
@@ -311,9 +314,9 @@ def _other_kv(claim: Claim, around: Neighbourhood) -> Iterator[Trial]:
     own = claim.labels[0]
     parents = claim.parent.parts[-1].kv if claim.parent is not None and claim.parent.parts else ()
 
-    def trial(kv: Sequence[str], told: str) -> Trial:
+    def trial(kv: Sequence[str], detail: str) -> Trial:
         parts = [*claim.parts[:-1], KvPart(claim.parts[-1].until, tuple(kv))]
-        return Trial(Cause.STALE_KV, told, _replaced(claim, claim.labels, parts))
+        return Trial(Cause.STALE_KV, detail, _replaced(claim, claim.labels, parts))
 
     if any(name != own for name in whole[: start + 1]):
         fresh = f"all KV of its prompt is of {own}, as nothing older was reused"
@@ -358,8 +361,8 @@ def _siblings(claim: Claim, around: Neighbourhood) -> Iterator[Trial]:
         length = len(prompt) + len(ids)
         if len(ids) != len(claim.labels) or length != claim.position_end + 1 or ids == claim.turn.token_ids:
             continue
-        told = f"the ids of turn {one.place.turn} fit, a choice of the same prompt"
-        yield Trial(Cause.OTHER_CHOICE, told, claim, prompt + ids)
+        detail = f"the ids of turn {one.place.turn} fit, a choice of the same prompt"
+        yield Trial(Cause.OTHER_CHOICE, detail, claim, prompt + ids)
 
 
 def _without_a_repeat(claim: Claim, found: Compared) -> Iterator[Trial]:
@@ -412,5 +415,5 @@ def _other_parents(claim: Claim, around: Neighbourhood) -> Iterator[Trial]:
         and one.length + len(claim.turn.added) + len(claim.labels) - 1 == claim.position_end
     )
     for one in islice(fitting, TURNS_MAX):
-        told = f"it continues turn {one.place.turn} of session {one.place.session!r}"
-        yield Trial(Cause.OTHER_SESSION, told, claim, one.tokens + claim.turn.added + claim.turn.token_ids)
+        detail = f"it continues turn {one.place.turn} of session {one.place.session!r}"
+        yield Trial(Cause.OTHER_SESSION, detail, claim, one.tokens + claim.turn.added + claim.turn.token_ids)

@@ -188,8 +188,8 @@ def gather(
         whose = (read.deployment, read.tenant, read.session)
         owner = owners.setdefault((read.replica, read.boot, read.tree), whose)
         if owner != whose:
-            told = f"tree {read.tree} of this replica is session {owner[2]!r}"
-            found.append(Finding(Cause.OTHER_SESSION, place, told))
+            detail = f"tree {read.tree} of this replica is session {owner[2]!r}"
+            found.append(Finding(Cause.OTHER_SESSION, place, detail))
             continue
         key = (*whose, read.replica, read.boot, read.tree)
         tree = trees.setdefault(key, Tree(*whose, read.replica, read.boot, read.tree))
@@ -259,7 +259,9 @@ def _filled(claim: Claim) -> str | None:
         problem = ", ".join(f"{size} {name}" for name, size in sizes.items())
     labels = _spread(turn.snapshots, 2 * max(sizes["token_ids"], len(turn.logprobs or ())) + 64)
     if labels is None:
-        return f"its snapshots leave a gap, overlap, or go on behind its tokens: {_told(turn.snapshots)}"
+        return (
+            f"its snapshots leave a gap, overlap, or go on behind its tokens: {_shown_spans(turn.snapshots)}"
+        )
     claim.labels = labels
     if turn.routing_matrix is not None:
         claim.routes = _routes(turn)
@@ -274,8 +276,8 @@ def _filled(claim: Claim) -> str | None:
     for until, spans in (*earlier, (len(labels), turn.kv_snapshots)):
         kv = _spread(spans, min(left, claim.length + BEYOND_MAX))
         if kv is None or not first <= until <= len(labels):
-            told = f"its kv_snapshots leave a gap, overlap, or go on behind its tokens: {_told(spans)}"
-            return problem or told
+            gap = f"its kv_snapshots leave a gap, overlap, or go on behind its tokens: {_shown_spans(spans)}"
+            return problem or gap
         left -= len(kv)
         parts.append(KvPart(until, kv))
         first = until
@@ -299,7 +301,7 @@ def _kv_problem(claim: Claim) -> str | None:
     return None if short is None else f"its earlier KV ends at position {len(short.kv)}"
 
 
-def _told(spans: Sequence[Span]) -> str:
+def _shown_spans(spans: Sequence[Span]) -> str:
     return f"{[[span.snapshot, span.start, span.end] for span in spans[:4]]}"
 
 

@@ -84,16 +84,16 @@ class Computed:
 
 
 def compare(claim: Claim, computed: Computed, tolerance: float) -> Compared:
-    told = np.maximum(np.array(claim.logprobs), LOGPROB_MIN)
-    off = np.abs(told - np.maximum(computed.logprobs, LOGPROB_MIN))
-    logprob = np.flatnonzero(~(off <= tolerance * np.maximum(1.0, np.abs(told) / 100)))
+    recorded = np.maximum(np.array(claim.logprobs), LOGPROB_MIN)
+    off = np.abs(recorded - np.maximum(computed.logprobs, LOGPROB_MIN))
+    logprob = np.flatnonzero(~(off <= tolerance * np.maximum(1.0, np.abs(recorded) / 100)))
     route = np.zeros(0, dtype=np.int64)
     if claim.routes is not None:
         if computed.routes is not None and claim.routes.shape == computed.routes.shape:
             differ = np.sort(claim.routes, -1) != np.sort(computed.routes, -1)
             route = np.flatnonzero(differ.any((1, 2)))
         else:
-            route = np.arange(len(told))
+            route = np.arange(len(recorded))
     sampling = _sampled_otherwise(claim, computed, tolerance)
     weights = np.flatnonzero(weights_off(claim, computed, tolerance).any((1, 2)))
     return Compared(
@@ -107,16 +107,22 @@ def weights_off(claim: Claim, computed: Computed, tolerance: float) -> np.ndarra
     Those of an expert are compared, whatever its place. Where a layer's experts are others, nothing is: the route differs.
     tolerance: of a log-probability.
     """
-    told, made, routes = claim.router_weights, computed.weights, computed.routes
-    if told is None or made is None or routes is None or claim.routes is None or told.shape != made.shape:
+    recorded, made, routes = claim.router_weights, computed.weights, computed.routes
+    if (
+        recorded is None
+        or made is None
+        or routes is None
+        or claim.routes is None
+        or recorded.shape != made.shape
+    ):
         return np.zeros((0, 0, 0), dtype=bool)
     order, own = np.argsort(claim.routes, -1), np.argsort(routes, -1)
     experts = np.take_along_axis(claim.routes, order, -1) == np.take_along_axis(routes, own, -1)
     computed_there = np.take_along_axis(made, own, -1).astype(float)
-    moved = np.abs(np.take_along_axis(told, order, -1) - computed_there)
+    moved = np.abs(np.take_along_axis(recorded, order, -1) - computed_there)
     # Not a number is off, too.
     far = ~(moved <= WEIGHTS_WIDER * tolerance * np.maximum(1.0, np.abs(computed_there)))
-    off = np.zeros(told.shape, dtype=bool)
+    off = np.zeros(recorded.shape, dtype=bool)
     np.put_along_axis(off, order, far & experts.all(-1, keepdims=True), -1)
     return off
 
@@ -135,10 +141,10 @@ def _sampled_otherwise(claim: Claim, computed: Computed, tolerance: float) -> It
 def drawn_raw(claim: Claim) -> bool:
     """Whether a turn was drawn from the raw distribution, so that both log-probabilities of its tokens are one. Of others an
     older record, which has no sampling parameters, cannot say how."""
-    told = claim.turn.sampling_logprobs or []
-    return bool(told) and all(
+    recorded = claim.turn.sampling_logprobs or []
+    return bool(recorded) and all(
         value is not None and abs(value - raw) <= 1e-6
-        for value, raw in zip(told, claim.logprobs, strict=True)
+        for value, raw in zip(recorded, claim.logprobs, strict=True)
     )
 
 
@@ -202,19 +208,19 @@ def _logprob_values(claim: Claim, computed: Computed, token: int) -> tuple[str, 
 
 
 def _sampling_values(claim: Claim, computed: Computed, token: int) -> tuple[str, str]:
-    told = (claim.turn.sampling_logprobs or [])[token]
-    return f"{told}", "at most 0" if computed.sampling is None else f"{computed.sampling[token]:.6f}"
+    recorded = (claim.turn.sampling_logprobs or [])[token]
+    return f"{recorded}", "at most 0" if computed.sampling is None else f"{computed.sampling[token]:.6f}"
 
 
 def _route_values(claim: Claim, computed: Computed, token: int) -> tuple[str, str]:
-    told = None if claim.routes is None else claim.routes[token].tolist()
+    recorded = None if claim.routes is None else claim.routes[token].tolist()
     made = None if computed.routes is None else computed.routes[token].tolist()
-    return f"{told}"[:120], f"{made}"[:120]
+    return f"{recorded}"[:120], f"{made}"[:120]
 
 
 def _weight_values(claim: Claim, computed: Computed, token: int) -> tuple[str, str]:
-    told, made = claim.router_weights, computed.weights
-    return _by_expert(claim.routes, told, token), _by_expert(computed.routes, made, token)
+    recorded, made = claim.router_weights, computed.weights
+    return _by_expert(claim.routes, recorded, token), _by_expert(computed.routes, made, token)
 
 
 def _by_expert(routes: np.ndarray | None, weights: np.ndarray | None, token: int) -> str:

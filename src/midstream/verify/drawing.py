@@ -23,8 +23,8 @@ from midstream.verify.readings import masks_of, mass, sought_by, temperature_of
 
 def redrawn(claim: Claim, dtype: str) -> Redrawn | None:
     """What hears the passes of the turn; None: it has no sampling log-probabilities, or not all that shaped them."""
-    told = claim.turn.sampling_logprobs
-    if not told or None in told or not recomputable(claim.turn.sampling):
+    recorded = claim.turn.sampling_logprobs
+    if not recorded or None in recorded or not recomputable(claim.turn.sampling):
         return None
     return Redrawn(claim, NEAR_TIE.get(dtype, max(NEAR_TIE.values())))
 
@@ -134,7 +134,7 @@ class Redrawn:
         assert sampling is not None
         self._claim, self._sampling, self._slack = claim, sampling, slack
         self._shaped = Shaped(claim, sampling)
-        self._told = np.array(claim.turn.sampling_logprobs, dtype=float)
+        self._recorded = np.array(claim.turn.sampling_logprobs, dtype=float)
         self.values = np.full(len(claim.labels), np.nan)
         self._kept: Sequence[np.ndarray | None] | None = None
         self._whole: frozenset[int] | None = None
@@ -150,7 +150,7 @@ class Redrawn:
             # Which mask it is, the verifier says elsewhere.
             self._kept = None
         every = self._kept or [None] * len(self.values)
-        self._whole = frozenset(sought_by(self._told, every))
+        self._whole = frozenset(sought_by(self._recorded, every))
 
     def hear(self, first: int, rows: np.ndarray) -> None:
         # What a forged record asks for may be no number.
@@ -179,7 +179,7 @@ class Redrawn:
         slack = self._slack * float(np.abs(row).max()) * scaled(self._sampling) / self._sampling.temperature
         most, least = _masses(warm, own, self._sampling, slack)
         # Of a token that cannot have been drawn the number is infinite, or none.
-        near = float(np.clip(self._told[at], own - most, own - least))
+        near = float(np.clip(self._recorded[at], own - most, own - least))
         self.values[at] = near if np.isfinite(own - most) else own - most
 
     def other_temperature(self, tolerance: float) -> float | None:
@@ -188,7 +188,7 @@ class Redrawn:
             return None
         kept = self._kept or [None] * len(self.values)
         off = max(tolerance, 2 * self._rounding) * scaled(self._sampling)
-        return temperature_of(self.rows, self._claim.turn.token_ids, kept, self._told, off)
+        return temperature_of(self.rows, self._claim.turn.token_ids, kept, self._recorded, off)
 
 
 def _masses(warm: np.ndarray, own: float, sampling: TurnSampling, slack: float) -> tuple[float, float]:

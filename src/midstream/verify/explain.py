@@ -67,7 +67,7 @@ class _Guess:
     score: float
 
     def off(self, case: Case) -> float:
-        return float(np.abs(case.told - self.values).max(initial=0.0))
+        return float(np.abs(case.recorded - self.values).max(initial=0.0))
 
 
 class Explainer:
@@ -233,7 +233,7 @@ class Explainer:
     def _best(self, case: Case) -> _Guess:
         guesses = [*_guesses(case, (0,))]
         best = min(guesses, key=lambda guess: guess.score)
-        if not self._is_close(case, best) and len(case.told) >= SHIFT_TOKENS_MIN:
+        if not self._is_close(case, best) and len(case.recorded) >= SHIFT_TOKENS_MIN:
             best = min((best, *_guesses(case, (1, -1))), key=lambda guess: guess.score)
         return best
 
@@ -257,16 +257,16 @@ class Explainer:
         if best.shift:
             numbers.append((GapCause.TOKENS, best.values))
         else:
-            tied = self._with_other_ties(case, best.asked, way, case.told)
+            tied = self._with_other_ties(case, best.asked, way, case.recorded)
             if tied is not None:
                 numbers.append((GapCause.TIES, tied))
-        numbers.append((GapCause.PRECISION, case.told))
+        numbers.append((GapCause.PRECISION, case.recorded))
         off = np.abs(raw - np.maximum(np.array(case.claim.logprobs[: len(raw)]), LOGPROB_MIN))
         return Split(
             case.claim,
             case.rollout,
-            case.told,
-            case.ids(best.asked.theirs)[-len(case.given.logprobs) :][: len(case.told)],
+            case.recorded,
+            case.ids(best.asked.theirs)[-len(case.given.logprobs) :][: len(case.recorded)],
             telescoped(numbers, case.rollout),
             _details(case, best),
             0.0 if flipped is not None else float(off.max(initial=0.0)),
@@ -303,17 +303,17 @@ def _guesses(case: Case, shifts: Sequence[int]) -> Iterator[_Guess]:
             continue
         for way in case.ways:
             for shift in shifts:
-                values = _shifted(case.values(asked, way), shift, case.told)
+                values = _shifted(case.values(asked, way), shift, case.recorded)
                 count = case.changes(asked, way) + abs(shift)
                 luck = 2 * np.log(tried) if asked.fresh else 0.0
-                yield _Guess(asked, way, shift, values, _score(case.told - values, count) + luck)
+                yield _Guess(asked, way, shift, values, _score(case.recorded - values, count) + luck)
 
 
-def _shifted(values: np.ndarray, shift: int, told: np.ndarray) -> np.ndarray:
+def _shifted(values: np.ndarray, shift: int, recorded: np.ndarray) -> np.ndarray:
     """Number i is that of i + shift. What the trainer has where there is none is of no token here."""
     if not shift:
         return values
-    made = told.copy()
+    made = recorded.copy()
     if shift > 0:
         made[:-shift] = values[shift:]
     else:
@@ -377,7 +377,7 @@ def _details(case: Case, best: _Guess) -> dict[GapCause, str]:
     if best.shift:
         found[GapCause.TOKENS] = f"its numbers are those of the {'next' if best.shift > 0 else 'last'} token"
     if best.asked.fresh is not None and case.stale:
-        found[GapCause.STALE_KV] = f"the server's KV was of {case.kv_told()}; the trainer's is not"
+        found[GapCause.STALE_KV] = f"the server's KV was of {case.kv_snapshots()}; the trainer's is not"
     if best.asked.fresh:
         labels = ", ".join(dict.fromkeys(case.claim.labels))
         found[GapCause.SNAPSHOT] = f"the trainer computed by {best.asked.fresh}, the labels are {labels}"

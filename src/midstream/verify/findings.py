@@ -49,11 +49,11 @@ class Place(NamedTuple):
 
 
 class TokenDifference(msgspec.Struct, frozen=True):
-    """token: its number in the turn. column: of the record. told, found: what the record says, and what was computed."""
+    """token: its number in the turn. column: of the record. recorded, found: what the record says, and what was computed."""
 
     token: int
     column: str
-    told: str
+    recorded: str
     found: str
 
 
@@ -70,7 +70,7 @@ class Finding(msgspec.Struct, frozen=True):
         """For a terminal."""
         first = f"{self.place}: {self.cause}: {self.detail}"
         listed = [
-            f"  token {one.token}: {one.column} {one.told}, computed {one.found}" for one in self.tokens
+            f"  token {one.token}: {one.column} {one.recorded}, computed {one.found}" for one in self.tokens
         ]
         more = self.count - len(self.tokens)
         return [first, *listed, *([f"  and {more} more"] if more > 0 else [])]

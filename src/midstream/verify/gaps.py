@@ -140,7 +140,7 @@ def telescoped(
     return parts
 
 
-def told(one: CauseShare) -> dict[str, Any]:
+def share_row(one: CauseShare) -> dict[str, Any]:
     """As JSON has it."""
     return {
         "turns": one.turns,

@@ -136,8 +136,8 @@ def _dots(splits: Sequence[Split]) -> str:
     return _svg(_HEIGHT, [*labels, *dots], "a dot for each token")
 
 
-def _svg(height: int, parts: Iterable[str], told: str) -> str:
-    return f'<svg viewBox="0 0 {_WIDTH} {height}" role="img" aria-label="{told}">{"".join(parts)}</svg>'
+def _svg(height: int, parts: Iterable[str], label: str) -> str:
+    return f'<svg viewBox="0 0 {_WIDTH} {height}" role="img" aria-label="{label}">{"".join(parts)}</svg>'
 
 
 def _turns(splits: Sequence[Split]) -> Iterator[str]:

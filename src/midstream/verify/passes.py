@@ -90,7 +90,7 @@ class Case:
 
     def __post_init__(self) -> None:
         self.size = min(len(self.given.logprobs), len(self.claim.labels))
-        self.told = np.maximum(np.array(self.given.logprobs[: self.size]), LOGPROB_MIN)
+        self.recorded = np.maximum(np.array(self.given.logprobs[: self.size]), LOGPROB_MIN)
         sampled = self.claim.turn.sampling_logprobs or []
         self.knows_sampled = bool(sampled) and None not in sampled
         self.sampled = np.maximum(np.array(sampled if self.knows_sampled else [], dtype=float), LOGPROB_MIN)
@@ -236,11 +236,11 @@ class Case:
 
     # -- for people
 
-    def kv_told(self) -> str:
+    def kv_snapshots(self) -> str:
         """Which snapshots computed the KV."""
         runs = [(name, sum(1 for _ in run)) for name, run in groupby(self.claim.parts[-1].kv)]
-        told = [f"{name} for {size} positions" for name, size in runs[:4]]
-        return ", ".join([*told, "..."] if len(runs) > len(told) else told)
+        named = [f"{name} for {size} positions" for name, size in runs[:4]]
+        return ", ".join([*named, "..."] if len(runs) > len(named) else named)
 
     def other_ids(self) -> str:
         """Where the trainer's tokens begin to be others."""

@@ -61,15 +61,17 @@ class PlainComputer(Computer):
                 done(len(job.ids) - 1)
         return numbers
 
-    def with_ties(self, job: PassJob, told: np.ndarray, fits: Callable[[Numbers], bool]) -> Numbers | None:
+    def with_ties(
+        self, job: PassJob, recorded: np.ndarray, fits: Callable[[Numbers], bool]
+    ) -> Numbers | None:
         """The numbers that fit, with whichever expert of a near tie; None: none do.
 
-        told: routes [rows, layers, top_k] that a record has, which are taken.
+        recorded: routes [rows, layers, top_k] that a record has, which are taken.
         """
-        if told.max(initial=0) >= self.experts:
+        if recorded.max(initial=0) >= self.experts:
             return None
-        forced = np.full((len(job.ids) - 1, *told.shape[1:]), OWN_ROUTE)
-        forced[job.first :] = told
+        forced = np.full((len(job.ids) - 1, *recorded.shape[1:]), OWN_ROUTE)
+        forced[job.first :] = recorded
         return self.other_ties(replace(job, forced=forced), fits)
 
     def other_ties(self, job: PassJob, fits: Callable[[Numbers], bool]) -> Numbers | None:

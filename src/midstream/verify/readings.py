@@ -113,10 +113,10 @@ def drawn_otherwise(claim: Claim) -> bool:
 
 def sought_by(sampled: np.ndarray, kept: Sequence[np.ndarray | None]) -> list[int]:
     """Tokens whose sampling log-probability says something of the temperature: those that were not alone."""
-    told = [at for at, ids in enumerate(kept) if (ids is None or len(ids) > 1) and sampled[at] < 0.0]
-    if len(told) <= SOUGHT_BY:
-        return told
-    return [told[round(at)] for at in np.linspace(0, len(told) - 1, SOUGHT_BY)]
+    candidates = [at for at, ids in enumerate(kept) if (ids is None or len(ids) > 1) and sampled[at] < 0.0]
+    if len(candidates) <= SOUGHT_BY:
+        return candidates
+    return [candidates[round(at)] for at in np.linspace(0, len(candidates) - 1, SOUGHT_BY)]
 
 
 def temperature_of(

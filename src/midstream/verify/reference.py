@@ -1,4 +1,4 @@
-"""Plain Hugging Face forward passes over KV as it is told: each position by the weights of the snapshot that is named for it.
+"""Plain Hugging Face forward passes over given KV: each position by the weights of the snapshot that is named for it.
 
 Owns: what it means that numbers are borne out by `kv_snapshots` and by labels. `midstream verify --reference` computes with it,
 and so do all tests that recompute.

@@ -159,10 +159,10 @@ class BucketSnapshots:
         if self._rebuilding:
             self._early.add(snapshot)
         refused = [error for (delta_of, _), error in self._misfits.items() if delta_of == snapshot]
-        told = f" ({refused[-1]})" if refused else ""
+        why = f" ({refused[-1]})" if refused else ""
         raise SnapshotMissing(
             f"{shown(snapshot)}: is a delta, and stands on none of the snapshots known here; name its parent: "
-            f"--parent {shown(snapshot)}=IDENTITY{told}"
+            f"--parent {shown(snapshot)}=IDENTITY{why}"
         )
 
     def _on(self, parent: str, snapshot: str, delta: Path, compression: CompressionFormat) -> Path | None:

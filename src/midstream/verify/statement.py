@@ -105,9 +105,9 @@ def check_statement(data: bytes, key: bytes | None = None) -> dict[str, Any]:
     if key is not None:
         _check_key(key)
         signature = found.get("signature")
-        told = signature.get("value") if isinstance(signature, dict) else None
-        if not isinstance(told, str) or not hmac.compare_digest(
-            told.encode(), hmac.new(key, body, "sha256").hexdigest().encode()
+        given = signature.get("value") if isinstance(signature, dict) else None
+        if not isinstance(given, str) or not hmac.compare_digest(
+            given.encode(), hmac.new(key, body, "sha256").hexdigest().encode()
         ):
             raise ValueError("signature: is not of this key")
     return found

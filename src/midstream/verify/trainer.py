@@ -107,8 +107,8 @@ class TrainerTable:
             # A replica that was started again counts the turns of its sessions from 1 on.
             own = [claim for claim in some if claim.turn.token_ids == turn.token_ids] if some[1:] else some
             if len(own) != 1:
-                told = f"{self._where[key]}: may be of {some[0].place} and of {some[1].place}"
-                raise ValueError(f"{told}; `replica` or `token_ids` of the row say which")
+                ambiguous = f"{self._where[key]}: may be of {some[0].place} and of {some[1].place}"
+                raise ValueError(f"{ambiguous}; `replica` or `token_ids` of the row say which")
             self._matched[own[0]] = turn
         self.unmatched = [where for key, where in self._where.items() if key not in found]
 

@@ -115,11 +115,11 @@ class Verifier:
         return report
 
     def _wrong_masks(self, claims: Iterable[Claim], report: Report) -> Iterator[Finding]:
-        """Also of turns that are not computed. A turn that differs is told once: wrong ids are not in their masks."""
-        told = {finding.place for finding in report.findings}
+        """Also of turns that are not computed. A turn that differs is reported once: wrong ids are not in their masks."""
+        named = {finding.place for finding in report.findings}
         for claim in claims:
             report.masks += len(claim.turn.sampling_masks or ())
-            wrong = [] if claim.place in told else [*wrong_masks(claim, self._computer.vocab)]
+            wrong = [] if claim.place in named else [*wrong_masks(claim, self._computer.vocab)]
             if wrong:
                 detail = f"the mask of token {wrong[0].token} is of no draw of it"
                 yield Finding(Cause.MASK, claim.place, detail, tuple(wrong[:TOKENS_LISTED]), len(wrong))
@@ -129,7 +129,7 @@ class Verifier:
 
     def verifiable(self, claims: Iterable[Claim], report: Report) -> Iterator[Claim]:
         """Counts what is not verified, and says which snapshots are missing."""
-        told: dict[str, list[Claim]] = {}
+        users_of: dict[str, list[Claim]] = {}
         for claim in claims:
             if claim.problem is not None:
                 continue
@@ -139,7 +139,7 @@ class Verifier:
             gone = sorted(name for name in claim.snapshots if not self._usable(name))
             if gone:
                 report.unverified["a snapshot that it names cannot be used"] += 1
-                told.setdefault(gone[0], []).append(claim)
+                users_of.setdefault(gone[0], []).append(claim)
             elif not claim.labels:
                 report.turns += 1
             elif claim.length - 1 > self._computer.longest:
@@ -149,7 +149,7 @@ class Verifier:
                 report.findings.append(Finding(Cause.TOKEN_ID, claim.place, why))
             else:
                 yield claim
-        for name, users in told.items():
+        for name, users in users_of.items():
             error = self._missing(name)
             cause = Cause.SNAPSHOT if isinstance(error, SnapshotCorrupt) else Cause.NO_SNAPSHOT
             detail = f"{name}, of this and {len(users) - 1} other turns: {error}"
@@ -208,8 +208,8 @@ class Verifier:
         if claim.turn.sampling_logprobs is not None:
             raw = "equal to logprobs" if drawn_raw(claim) else "not computed"
             report.sampling[raw if computed.sampling is None else "computed"] += len(claim.labels)
-        told = np.maximum(np.array(claim.logprobs), LOGPROB_MIN)
-        off = float(np.abs(told - np.maximum(computed.logprobs, LOGPROB_MIN)).max())
+        recorded = np.maximum(np.array(claim.logprobs), LOGPROB_MIN)
+        off = float(np.abs(recorded - np.maximum(computed.logprobs, LOGPROB_MIN)).max())
         report.worst = max(report.worst, off)
         if not found.clean:
             yield Suspect(claim, computed, found)
@@ -223,10 +223,10 @@ class Verifier:
         drawn = self._redrawn(claim)
         for first, until, bare in jobs_of(claim):
             job = heard(drawn, first, bare)
-            told = np.array(claim.logprobs[first:until])
+            recorded = np.array(claim.logprobs[first:until])
 
-            def fits(numbers: Numbers, told: np.ndarray = told) -> bool:
-                return bool((np.abs(numbers.logprobs - told) <= self.tolerance).all())
+            def fits(numbers: Numbers, recorded: np.ndarray = recorded) -> bool:
+                return bool((np.abs(numbers.logprobs - recorded) <= self.tolerance).all())
 
             numbers = self._with_ties(job, claim.routes[first:until], fits)
             if numbers is None:
@@ -252,14 +252,14 @@ class Verifier:
         condemned = {*_condemned(suspects, verified)}
         for name, users in _by_snapshot(suspects, condemned).items():
             first = users[0]
-            told = f"{name}: none of the {len(users)} turns that name it was computed by these files"
-            yield self._finding(first, Explained(Cause.SNAPSHOT, told))
+            detail = f"{name}: none of the {len(users)} turns that name it was computed by these files"
+            yield self._finding(first, Explained(Cause.SNAPSHOT, detail))
         left = [one for one in suspects if not condemned & one.claim.snapshots]
         by_claim = {one.claim: one for one in left}
         for number, claim in enumerate(_roots_first([*by_claim, *broken])):
             if number >= EXPLAINED_MAX:
-                told = f"its cause was not looked for: {EXPLAINED_MAX} turns differ before it"
-                yield Finding(Cause.UNKNOWN, claim.place, told)
+                detail = f"its cause was not looked for: {EXPLAINED_MAX} turns differ before it"
+                yield Finding(Cause.UNKNOWN, claim.place, detail)
             elif claim in by_claim:
                 yield self._finding(by_claim[claim], self._cause(by_claim[claim], around))
             else:
@@ -298,7 +298,7 @@ class Verifier:
         """Whether the fault is that of an earlier turn's ids."""
         if claim.parent is None or claim.parent not in self._true:
             return None
-        told = f"the ids of turn {claim.parent.place.turn} are not those that it saw"
+        detail = f"the ids of turn {claim.parent.place.turn} are not those that it saw"
         before = self._true[claim.parent]
         # What stands in a turn's place may be another session's, and its own elsewhere.
         elsewhere = [ids for one, ids in self._true.items() if one is not claim.parent]
@@ -307,8 +307,8 @@ class Verifier:
             if ids is None or len(ids) + len(own) != claim.position_end + 1:
                 continue
             if self._detective.fits(claim, [*ids, *own]):
-                return Explained(Cause.FOLLOWS, told, [*ids, *own])
-        return Explained(Cause.FOLLOWS, told) if before is None else None
+                return Explained(Cause.FOLLOWS, detail, [*ids, *own])
+        return Explained(Cause.FOLLOWS, detail) if before is None else None
 
     def _finding(self, suspect: Suspect, why: Explained) -> Finding:
         found = suspect.found
