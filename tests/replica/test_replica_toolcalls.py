@@ -221,6 +221,59 @@ def test_the_schema_says_what_a_bare_value_stands_for(text: str, schema: Any, va
     assert (found, type(found)) == (value, type(value))
 
 
+#: As pydantic writes them.
+REFERRING: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "place": {"$ref": "#/$defs/Place"},
+        "maybe": {"anyOf": [{"$ref": "#/$defs/Place"}, {"type": "null"}], "default": None},
+        "count": {"allOf": [{"$ref": "#/definitions/Count"}], "default": 1},
+        "kind": {"$ref": "#/$defs/Kind"},
+        "same": {"$ref": "#/properties/count"},
+        "version": {"const": 2},
+    },
+    "$defs": {
+        "Place": {"type": "object", "properties": {"city": {"type": "string"}}},
+        "Kind": {"enum": ["1", "2"], "type": "string"},
+    },
+    "definitions": {"Count": {"type": "integer"}},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "value"),
+    [
+        ("place", '{"city": "Ulm"}', {"city": "Ulm"}),
+        ("maybe", '{"city": "Ulm"}', {"city": "Ulm"}),
+        ("maybe", "null", None),
+        ("count", "3", 3),
+        ("kind", "1", "1"),
+        ("same", "4", 4),
+        ("version", "2", 2),
+    ],
+)
+def test_a_reference_in_the_parameters_says_what_a_value_stands_for(name: str, text: str, value: Any) -> None:
+    call = f"<tool_call>\n<function=f>\n<parameter={name}>\n{text}\n</parameter>\n</function>\n</tool_call>"
+    parser = BY_NAME["qwen_xml"].parser({"f": REFERRING})
+    (item,) = [*parser.push(call), *parser.flush()]
+    assert json.loads(item.calls[0].arguments) == {name: value}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"$ref": "#/$defs/Nowhere"},
+        {"$ref": "https://example.com/schema"},
+        {"$ref": 5},
+        {"$ref": "#/properties/x"},
+        {"anyOf": [{"$ref": "#/properties/x"}]},
+        {"allOf": 5},
+    ],
+)
+def test_a_reference_that_leads_nowhere_leaves_the_value_as_it_is_spelled(schema: Any) -> None:
+    assert read_value("1", schema, {"properties": {"x": schema}}) == "1"
+
+
 def test_text_flows_at_once_and_only_what_may_be_markup_waits() -> None:
     parser = BY_NAME["hermes"].parser(SCHEMAS)
     shown = [

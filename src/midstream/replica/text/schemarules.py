@@ -8,7 +8,7 @@ the library combines parts of a schema that the rule sees one by one.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from decimal import Decimal
 from typing import Any
 from urllib.parse import unquote
@@ -209,7 +209,7 @@ def _own_reference(schema: dict[str, Any], objects: list[dict[str, Any]]) -> str
     done = set[int]()
     for value in objects:
         path = dict[int, None]()
-        while (target := _referred(schema, value)) is not None and id(value) not in done:
+        while (target := referred(schema, value)) is not None and id(value) not in done:
             if id(value) in path:
                 return NO_ANSWER
             path[id(value)] = None
@@ -218,7 +218,7 @@ def _own_reference(schema: dict[str, Any], objects: list[dict[str, Any]]) -> str
     return None
 
 
-def _referred(schema: dict[str, Any], value: dict[str, Any]) -> dict[str, Any] | None:
+def referred(schema: Mapping[str, Any], value: Mapping[str, Any]) -> dict[str, Any] | None:
     """The schema that a $ref inside the same schema leads to."""
     reference = value.get("$ref")
     if not isinstance(reference, str) or not reference.startswith("#"):

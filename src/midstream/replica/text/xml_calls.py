@@ -1,7 +1,7 @@
 """Tool calls in angle brackets (Qwen3-Coder, Qwen3.5): the function and each parameter have a tag, values are bare text. Pure.
 
-Always holds: what a parameter's text stands for is decided by its schema alone: text where the schema says string or nothing,
-else the JSON it spells, else text again.
+Always holds: what a parameter's text stands for is decided by its schema alone, references in it followed: text where the
+schema says string or nothing, else the JSON it spells, else text again.
 """
 
 from __future__ import annotations
@@ -10,8 +10,10 @@ import json
 import math
 import re
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
+from midstream.replica.text.schemarules import referred
 from midstream.replica.text.toolcalls import SPACE, ParsedCall
 
 #: The parameters of each tool, by its name.
@@ -22,6 +24,9 @@ _END_PARAMETER, _END_FUNCTION, _END_CALL = "</parameter>", "</function>", "</too
 _MEMBERS = re.compile(r"<parameter=([^>]*)>\n?(.*?)\n?</parameter>", re.DOTALL)
 #: How templates write Python's values.
 _SPELLINGS = {"True": "true", "False": "false", "None": "null"}
+#: Keywords with a list of schemas of the same value.
+_PARTS = ("anyOf", "oneOf", "allOf")
+_NO_SCHEMA: Mapping[str, Any] = MappingProxyType({})
 
 
 class XmlBody:
@@ -90,13 +95,13 @@ class XmlBody:
         for key, value in _MEMBERS.findall(body):
             if key in arguments:
                 return None
-            arguments[key] = read_value(value, known.get(key))
+            arguments[key] = read_value(value, known.get(key), schema)
         return ParsedCall(name, json.dumps(arguments, ensure_ascii=False))
 
 
-def read_value(text: str, schema: Any) -> Any:
-    """What a parameter's text stands for under its schema."""
-    types = _types(schema)
+def read_value(text: str, schema: Any, whole: Mapping[str, Any] = _NO_SCHEMA) -> Any:
+    """What a parameter's text stands for under its schema. whole: the one that it stands in, which references are into."""
+    types = _types(schema, whole)
     if not types or types == {"string"}:
         return text
     spelled = text.strip(SPACE)
@@ -120,19 +125,31 @@ def _finite(spelled: str) -> float:
     return value
 
 
-def _types(schema: Any) -> set[str]:
-    """The JSON types a schema names, through alternatives; empty when it names none. What is no schema names none."""
-    if not isinstance(schema, dict):
-        return set()
+def _types(schema: Any, whole: Mapping[str, Any]) -> set[str]:
+    """The JSON types a schema names, through alternatives, parts and references; empty when it names none. What is no schema
+    names none."""
+    found = set[str]()
+    seen = set[int]()
+    todo = [schema]
+    while todo:
+        one = todo.pop()
+        if not isinstance(one, dict) or id(one) in seen:
+            continue
+        seen.add(id(one))
+        found |= _own_types(one)
+        todo += [each for key in _PARTS if isinstance(one.get(key), list) for each in one[key]]
+        todo.append(referred(whole, one))
+    return found
+
+
+def _own_types(schema: dict[str, Any]) -> set[str]:
+    """Without those that its alternatives, parts and references name."""
     named = schema.get("type")
     listed = named if isinstance(named, list) else [named]
     found = {t for t in listed if isinstance(t, str)}
-    if "enum" in schema and not found and isinstance(schema["enum"], list):
-        found = set().union(*(_type_of(value) for value in schema["enum"]))
-    for key in ("anyOf", "oneOf"):
-        alternatives = schema.get(key)
-        for alternative in alternatives if isinstance(alternatives, list) else ():
-            found |= _types(alternative)
+    values = schema.get("enum", [schema["const"]] if "const" in schema else [])
+    if not found and isinstance(values, list):
+        found = set().union(*map(_type_of, values))
     return found
 
 
