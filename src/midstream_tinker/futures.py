@@ -6,6 +6,7 @@ Always holds:
   most KEPT_UNFETCHED_S. A tenant holds at most MAX_PENDING unfinished futures and MAX_KEPT_BYTES of results: beyond, its
   oldest results go, those first that were fetched.
 - An id belongs to the tenant that made it; to others it is as unknown as one that was never given out.
+- A submission that comes again before its client has asked about it is the one that came before: the answer was lost.
 - Whoever waits leaves nothing behind, however the waiting ends. What can be cancelled is, when it was waited for and then not
   for ABANDONED_S: its client is dead.
 """
@@ -53,11 +54,19 @@ class Future:
     """Made by Futures.new, in the event loop."""
 
     def __init__(
-        self, tenant: str, request_id: str, kind: str, expires: float, ended: Callable[[Future], None]
+        self,
+        tenant: str,
+        request_id: str,
+        kind: str,
+        expires: float,
+        ended: Callable[[Future], None],
+        mark: bytes | None = None,
     ) -> None:
+        """mark: what its submission is known by when it comes again, until a client asks about it; None: by nothing."""
         self.tenant = tenant
         self.request_id = request_id
         self.kind = kind
+        self.mark = mark
         self.outcome: Outcome | None = None
         self.fetched = False
         self.cancelled = False
@@ -157,6 +166,8 @@ class Futures:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._by_id: dict[str, Future] = {}
+        # By tenant and mark, while no client has asked about them.
+        self._unasked: dict[tuple[str, bytes | None], Future] = {}
         self._tenants: dict[str, _Tenant] = {}
         # Deadlines of finished futures. Stale ones are skipped.
         self._deadlines: list[tuple[float, str]] = []
@@ -164,21 +175,36 @@ class Futures:
     def __len__(self) -> int:
         return len(self._by_id)
 
-    def new(self, tenant: str, kind: str) -> Future:
+    def new(self, tenant: str, kind: str, mark: bytes | None = None) -> Future:
         """A pending future. Raises TinkerRefusal (429) when the tenant has too many of them."""
         self.expire()
         held = self._tenants.setdefault(tenant, _Tenant())
         if held.pending >= MAX_PENDING:
             raise TinkerRefusal(429, f"{held.pending} requests of this API key are unfinished")
-        future = Future(tenant, f"req_{secrets.token_hex(12)}", kind, float("inf"), self._ended)
+        future = Future(tenant, f"req_{secrets.token_hex(12)}", kind, float("inf"), self._ended, mark)
         held.pending += 1
         self._by_id[future.request_id] = future
+        if mark is not None:
+            self._unasked[tenant, mark] = future
         return future
 
     def find(self, tenant: str, request_id: str) -> Future | None:
+        """A client asks about it."""
         self.expire()
         future = self._by_id.get(request_id)
-        return future if future is not None and future.tenant == tenant else None
+        if future is None or future.tenant != tenant:
+            return None
+        self._told(future)
+        return future
+
+    def _told(self, future: Future) -> None:
+        """Its client has its id, or it is gone: a submission with its mark is another one from now on."""
+        self._unasked.pop((future.tenant, future.mark), None)
+        future.mark = None
+
+    def unasked(self, tenant: str, mark: bytes) -> Future | None:
+        """The one with this mark that no client has asked about."""
+        return self._unasked.get((tenant, mark))
 
     async def wait(self, future: Future, timeout_s: float) -> bool:
         """Whether it has ended, after at most timeout_s."""
@@ -249,6 +275,7 @@ class Futures:
         del held.finished[future.request_id]
         held.fetched.pop(future.request_id, None)
         held.bytes -= _size(future)
+        self._told(future)
         if not held.finished and not held.pending:
             del self._tenants[future.tenant]
 

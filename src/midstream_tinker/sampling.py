@@ -1,18 +1,21 @@
 """asample: one submission becomes one completion of the gateway's public port, and its answer a future's result.
 
 Always holds: every future ends, with a result, an error or gone. When a client cancels, or falls silent, its completion ends.
-No part of a caller's key is kept longer than its request.
+A submission that comes again under its key, as its answer was lost, is not sampled again. No part of a caller's API key is kept
+longer than its request.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import itertools
 import logging
 import ssl
 from collections import Counter
 from collections.abc import Mapping
 
+import msgspec
 from msgspec import UNSET
 
 from midstream.core.beside import beside
@@ -85,10 +88,14 @@ class Sampling:
         """request_id and an id per sequence. Raises TinkerRefusal: 400, 404 (no such session or model), 429."""
         key = routing_key(body.sampling_session_id, body.seq_id)
         tokens = sum(len(chunk.tokens) for chunk in body.prompt.chunks)
-        sample = await beside.run(ID_BYTES * tokens, lambda: check(body))
+        sample, mark = await beside.run(
+            ID_BYTES * tokens, lambda: (check(body), None if key is None else _mark_of(body))
+        )
         model, weights = self._weights(tenant, body)
+        if mark is not None and (known := self._futures.unasked(tenant, mark)) is not None:
+            return known.request_id, _sequence_ids(known.request_id, sample.n)
         self._check_room(tenant, len(sample.prompt))
-        future = self._futures.new(tenant, KIND)
+        future = self._futures.new(tenant, KIND, mark)
         request_id = future.request_id
         headers = {**key_headers(key), **weights.headers(), "x-request-id": request_id}
         if api_key:
@@ -101,7 +108,7 @@ class Sampling:
         self._waiting_tokens[tenant] += len(sample.prompt)
         task.add_done_callback(lambda task: self._over(task, tenant, len(sample.prompt)))
         future.on_cancel(task.cancel)
-        return request_id, [f"{request_id}-s{index}" for index in range(sample.n)]
+        return request_id, _sequence_ids(request_id, sample.n)
 
     async def close(self) -> None:
         """End what is under way; its futures are gone."""
@@ -209,6 +216,14 @@ class Sampling:
         return await self._completions.complete(
             body, headers, lambda refused: may_come_back(weights, refused.refusal)
         )
+
+
+def _mark_of(body: SampleBody) -> bytes:
+    return hashlib.blake2b(msgspec.msgpack.encode(body), digest_size=16).digest()
+
+
+def _sequence_ids(request_id: str, n: int) -> list[str]:
+    return [f"{request_id}-s{index}" for index in range(n)]
 
 
 async def _read(sample: CheckedSample, answer: HttpAnswer, key: str | None) -> tuple[CompletedSample, bytes]:

@@ -78,6 +78,25 @@ def test_a_future_ends_once() -> None:
     assert body_of(future) == {"error": "no such thing", "category": "user"}
 
 
+def test_a_mark_finds_what_no_client_asked_about() -> None:
+    clock = Clock()
+    futures = Futures(clock)
+    first = futures.new("mine", "sample", b"mark")
+    assert futures.unasked("mine", b"mark") is first
+    assert futures.unasked("other", b"mark") is None
+    assert futures.find("mine", first.request_id) is first
+    assert futures.unasked("mine", b"mark") is None
+    second = futures.new("mine", "sample", b"mark")
+    # Of the first one alone.
+    assert futures.find("mine", first.request_id) is first
+    assert futures.find("other", second.request_id) is None
+    assert futures.unasked("mine", b"mark") is second
+    second.resolve(b"x", PROTOBUF)
+    clock.now += KEPT_UNFETCHED_S
+    futures.expire()
+    assert futures.unasked("mine", b"mark") is None
+
+
 def test_another_tenant_finds_nothing() -> None:
     futures = Futures()
     future = futures.new("mine", "sample")

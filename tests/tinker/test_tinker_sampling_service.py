@@ -178,6 +178,72 @@ def test_a_sample_without_seq_id_or_session_has_no_key(tmp_path: Path) -> None:
     run(tmp_path, [None, None], scenario)
 
 
+def test_a_submission_whose_answer_was_lost_is_not_sampled_twice(tmp_path: Path) -> None:
+    """The SDK sends it again under its session and seq_id. Nobody would ask for the first one, nor end it."""
+    gate = asyncio.Event()
+
+    async def answer(asked: Asked) -> Reply:
+        await gate.wait()
+        return completion(asked, 4, 5)
+
+    async def scenario(made: Front, gateway: FakeGateway) -> None:
+        session = made.sampling_session()
+        sample = body(session.id, 7, num_samples=2)
+        lost = await made.sampling.submit(TENANT, None, sample)
+        assert await made.sampling.submit(TENANT, None, sample) == lost
+        gate.set()
+        # Also once it is done.
+        await asyncio.gather(*made.sampling._running)
+        assert await made.sampling.submit(TENANT, None, sample) == lost
+        assert (await ended(made, lost[0])).outcome is not None
+        assert len(gateway.asked) == 1
+
+    run(tmp_path, answer, scenario)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"seq": 8},
+        {"prompt": {"chunks": [{"type": "encoded_text", "tokens": [1, 2, 4]}]}},
+        {"sampling_params": {"max_tokens": 2, "seed": 1}},
+        {"num_samples": 3},
+    ],
+)
+def test_what_differs_from_an_earlier_submission_is_a_sample_of_its_own(
+    tmp_path: Path, fields: dict[str, Any]
+) -> None:
+    """Clients may keep a trajectory's seq_id over its turns."""
+
+    async def scenario(made: Front, gateway: FakeGateway) -> None:
+        session = made.sampling_session()
+        first, _ = await made.sampling.submit(TENANT, None, body(session.id, 7))
+        other, _ = await made.sampling.submit(TENANT, None, body(session.id, **{"seq": 7, **fields}))
+        assert first != other
+        for request_id in (first, other):
+            await ended(made, request_id)
+        assert len(gateway.asked) == 2
+
+    run(tmp_path, [None, None], scenario)
+
+
+def test_a_sample_that_its_client_knows_of_can_be_drawn_again(tmp_path: Path) -> None:
+    async def scenario(made: Front, gateway: FakeGateway) -> None:
+        sample = body(made.sampling_session().id, 7)
+        first, _ = await made.sampling.submit(TENANT, None, sample)
+        await ended(made, first)
+        again, _ = await made.sampling.submit(TENANT, None, sample)
+        assert again != first
+        cancelled = made.futures.find(TENANT, again)
+        assert cancelled is not None
+        cancelled.cancel()
+        third, _ = await made.sampling.submit(TENANT, None, sample)
+        assert third not in (first, again)
+        assert (await ended(made, third)).outcome is not None
+
+    run(tmp_path, [None, None, None], scenario)
+
+
 def test_with_the_serving_setting_a_base_model_takes_what_serves(tmp_path: Path) -> None:
     async def scenario(made: Front, gateway: FakeGateway) -> None:
         request_id, _ = await made.sampling.submit(TENANT, None, body(base_model=SERVED.names[0]))

@@ -14,10 +14,18 @@ TINKER = (
     Mutation(
         "future_of_another_tenant",
         "midstream_tinker/futures.py",
-        "return future if future is not None and future.tenant == tenant else None",
-        "return future",
+        "if future is None or future.tenant != tenant:",
+        "if future is None:",
         "A future is known to the tenant alone that made it.",
         ("tinker/test_tinker_futures.py",),
+    ),
+    Mutation(
+        "lost_submission_sampled_twice",
+        "midstream_tinker/sampling.py",
+        "future = self._futures.new(tenant, KIND, mark)",
+        "future = self._futures.new(tenant, KIND)",
+        "A submission that comes again, as its answer was lost, is not sampled again.",
+        ("tinker/test_tinker_sampling_service.py",),
     ),
     Mutation(
         "logprobs_of_the_raw_model",
