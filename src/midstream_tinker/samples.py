@@ -242,7 +242,7 @@ def _sequence(choice: _Choice, echoed: int) -> DrawnSequence:
     return DrawnSequence(
         tokens=tuple(entry.token_id for entry in entries),
         logprobs=tuple(logprob for logprob in logprobs if logprob is not None),
-        stopped=choice.finish_reason != "length",
+        stopped=choice.finish_reason == "stop",
         snapshots=choice.snapshots,
     )
 

@@ -154,6 +154,13 @@ def test_sequences_hold_what_they_were_drawn_with_and_come_in_order() -> None:
     assert result.topk_prompt_logprobs is None
 
 
+@pytest.mark.parametrize(("finish", "stopped"), [("stop", True), ("length", False), ("abort", False)])
+def test_only_a_sequence_that_ended_by_itself_is_said_to_have_stopped(finish: str, stopped: bool) -> None:
+    """A trainer's call may cut a sample off, which is then no answer to reward as a whole one."""
+    result = answer(check(body()), [choice(0, [entry(1, -1.0, -0.25)], finish=finish)]).result
+    assert [sequence.stopped for sequence in result.sequences] == [stopped]
+
+
 def echoed(last: int = 4, k: int = 0) -> list[Any]:
     """The prompt's last entries, of log-probability -0.1 times the position, then one generated token."""
     top = [[(i, -float(i))] * k for i in range(4)]
