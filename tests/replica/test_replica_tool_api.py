@@ -116,6 +116,32 @@ def test_calls_are_parsed_back_and_every_token_is_on_record(tmp_path: Path) -> N
     play(tmp_path, engine, scenario)
 
 
+def test_beside_tools_a_stop_string_that_names_a_special_token_means_it_too(tmp_path: Path) -> None:
+    """A special token has no text that a stop string could be found in."""
+    engine = engine_saying(f"I look.\n{CALLS}<|im_start|>user\nNo.")
+
+    async def scenario(here: Running) -> None:
+        asked = {"stop": ["<|im_start|>"], "return_token_ids": True}
+        choice = (await ask(here, tools=TOOLS, **asked)).json()["choices"][0]
+        assert choice["token_ids"] == list(tokens(f"I look.\n{CALLS}<|im_start|>"))
+        assert choice["finish_reason"] == "tool_calls"
+        assert choice["message"]["content"] == "I look."
+        assert len(choice["message"]["tool_calls"]) == 2
+
+    play(tmp_path, engine, scenario)
+
+
+def test_a_stop_string_that_is_a_tag_of_calls_cuts_the_call_off(tmp_path: Path) -> None:
+    cut = '<tool_call>\n{"name": "weather", "arguments": {"city":  "Oslo"}}\n'
+
+    async def scenario(here: Running) -> None:
+        choice = (await ask(here, tools=TOOLS, stop="</tool_call>")).json()["choices"][0]
+        assert choice["finish_reason"] == "stop"
+        assert choice["message"] == {"role": "assistant", "content": f"I look.\n{cut}"}
+
+    play(tmp_path, engine_saying(f"I look.\n{CALLS}"), scenario)
+
+
 def test_a_message_of_calls_only_has_null_content(tmp_path: Path) -> None:
     async def scenario(here: Running) -> None:
         message = (await ask(here, tools=TOOLS)).json()["choices"][0]["message"]

@@ -425,7 +425,7 @@ class Service(Surroundings):
         engine_id = uuid.uuid4().hex
         # A stop string that is the name of a special token, which has no text, is that token.
         stops, words = checked.stops, checked.sampling.bad_words
-        named = self.text.marker_ids(stops) if stops and checked.tools is None and not any(answers) else ()
+        named = self.text.marker_ids(stops) if stops and not any(answers) else ()
         bad = bad_tokens(words, self.text.encode_rendered) if words else ()
         scores = checked.prompt_from is not None or (checked.scored and checked.echo != 0)
         requests = [
