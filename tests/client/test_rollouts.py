@@ -114,6 +114,28 @@ def test_what_a_retry_cures_is_asked_again_and_a_refusal_is_told() -> None:
         rollouts.sample([[5]], max_tokens=0)
 
 
+def test_once_a_prompt_is_refused_those_that_have_not_begun_are_not_sampled() -> None:
+    """Nobody would get them, and they would take the places of the next call."""
+    asked: list[int] = []
+    raised = threading.Event()
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        [number] = json.loads(request.content)["prompt"]
+        asked.append(number)
+        if number == 0:
+            return httpx.Response(400, json={"error": {"message": "prompt: too long"}})
+        assert raised.wait(30)
+        return httpx.Response(200, json={"choices": [choice(0, [4])]})
+
+    with client(answer, parallel=1) as rollouts:
+        with pytest.raises(SignalRefused, match="too long"):
+            rollouts.sample([[n] for n in range(8)], max_tokens=1)
+        raised.set()
+        # It has one thread, which takes tasks in their order.
+        rollouts._pool.submit(lambda: None).result(30)
+    assert asked in ([0], [0, 1])
+
+
 @pytest.mark.parametrize(
     "changed", [{"logprobs": None}, {"token_ids": [4, 5, 6]}, {"snapshots": []}, {"token_ids": None}], ids=str
 )

@@ -134,7 +134,12 @@ class RolloutClient:
             self._pool.submit(self._one, body, prompt, headers, key)
             for prompt, key in zip(prompts, keys, strict=True)
         ]
-        return [one.result() for one in asked]
+        try:
+            return [one.result() for one in asked]
+        finally:
+            # Once one has failed, nobody waits for those that have not begun.
+            for one in asked:
+                one.cancel()
 
     def _one(
         self, body: dict[str, Any], prompt: Sequence[int] | str, headers: dict[str, str], session: str | None
