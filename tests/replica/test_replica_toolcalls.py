@@ -202,6 +202,9 @@ def test_calls_in_angle_brackets_and_what_only_looks_like_one(text: str, expecte
         ("3", {}, "3"),
         ("3", {"type": "integer"}, 3),
         ("3.5", {"type": "integer"}, "3.5"),
+        # To JSON Schema, a number without a fraction is an integer.
+        ("3.0", {"type": "integer"}, 3.0),
+        ("3.0", {"enum": [3]}, 3.0),
         ("3", {"type": "number"}, 3),
         ("True", {"type": "boolean"}, True),
         ("false", {"type": "boolean"}, False),

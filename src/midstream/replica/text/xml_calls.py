@@ -156,7 +156,7 @@ def _own_types(schema: dict[str, Any]) -> set[str]:
 def _type_of(value: Any) -> set[str]:
     if isinstance(value, bool):
         return {"boolean"}
-    if isinstance(value, int):
+    if isinstance(value, int) or (isinstance(value, float) and value.is_integer()):
         return {"integer", "number"}
     kinds = {float: "number", str: "string", list: "array", dict: "object", type(None): "null"}
     return {kinds[type(value)]}
