@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import base64
+import concurrent.futures
 import json
 import math
+import socket
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -112,6 +114,41 @@ def test_what_a_retry_cures_is_asked_again_and_a_refusal_is_told() -> None:
         pytest.raises(SignalRefused, match="max_tokens: must be above 0"),
     ):
         rollouts.sample([[5]], max_tokens=0)
+
+
+@pytest.mark.parametrize("proxied", [False, True])
+def test_a_connection_that_waits_for_a_rollout_is_probed(
+    monkeypatch: pytest.MonkeyPatch, proxied: bool
+) -> None:
+    """A server's machine that is lost says nothing. Without probes a client would wait an hour for its answer."""
+    for name in ("http_proxy", "https_proxy", "all_proxy"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.upper(), raising=False)
+    answer = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}"
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        url = f"http://127.0.0.1:{server.getsockname()[1]}"
+        if proxied:
+            monkeypatch.setenv("http_proxy", url)
+            url = "http://server"
+        heads: list[bytes] = []
+
+        def serve() -> None:
+            accepted, _ = server.accept()
+            with accepted:
+                heads.append(accepted.recv(1 << 16))
+                accepted.sendall(answer)
+
+        with concurrent.futures.ThreadPoolExecutor(1) as thread:
+            served = thread.submit(serve)
+            caller = module.RetryingCaller.of_rollouts(None, 1)
+            with caller._http.stream("GET", url) as response:
+                own = response.extensions["network_stream"].get_extra_info("socket")
+                probed = own.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+            caller.close()
+            served.result(30)
+    # A proxy of the environment is used as before.
+    assert heads[0].startswith(b"GET http://server/ " if proxied else b"GET / ")
+    assert proxied or probed == 1
 
 
 def test_once_a_prompt_is_refused_those_that_have_not_begun_are_not_sampled() -> None:

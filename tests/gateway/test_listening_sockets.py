@@ -8,7 +8,8 @@ import socket
 import pytest
 import uvloop
 
-from midstream.http.listening import KEEP_ALIVE_S, listening_sockets
+from midstream.core.probes import PROBE_S
+from midstream.http.listening import listening_sockets
 
 
 @pytest.mark.parametrize("loop", [asyncio.new_event_loop, uvloop.new_event_loop])
@@ -40,6 +41,6 @@ def test_a_connection_that_is_silent_is_seen_to_be_alive(loop: object) -> None:
     with asyncio.Runner(loop_factory=loop) as runner:  # type: ignore[arg-type]
         alive, idle_s, between_s = runner.run(main())
     assert alive == 1
-    assert idle_s == between_s == KEEP_ALIVE_S
+    assert idle_s == between_s == PROBE_S
     # Of the common ones, the shortest that a cloud's network has.
     assert idle_s < 240

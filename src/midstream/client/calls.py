@@ -11,12 +11,14 @@ import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeVar
+from urllib.request import getproxies
 
 import httpx
 
 from midstream.client.errors import PublishError, SignalRefused, Unanswered
 from midstream.core.call_attempts import CallAttempts, Heard, NoAnswer, Verdict
 from midstream.core.http_answer import HttpAnswer, NotThatAnswer, read
+from midstream.core.probes import PROBED
 from midstream.core.retry import Backoff, Deadline
 
 logger = logging.getLogger(__name__)
@@ -28,7 +30,7 @@ BACKOFF = Backoff(first_s=0.25, last_s=10.0)
 RETRY_S = 300.0
 #: After so many failed attempts, a call logs a warning, once.
 SAID_AFTER = 3
-#: Rollouts may take long; a connection that is lost is seen at once.
+#: Rollouts may take long; a connection that is lost is seen at once, or by its probes.
 ROLLOUT_TIMEOUT = httpx.Timeout(30.0, read=3600.0)
 
 
@@ -148,7 +150,11 @@ class RetryingCaller:
         """A caller for `parallel` long requests at a time."""
         headers = {} if api_key is None else {"x-api-key": api_key}
         limits = httpx.Limits(max_connections=parallel, max_keepalive_connections=parallel)
-        return cls(httpx.Client(headers=headers, timeout=ROLLOUT_TIMEOUT, limits=limits), bounded=False)
+        # httpx takes the environment's proxies only with a transport of its own.
+        proxied = getproxies().keys() - {"no"}
+        probed = None if proxied else httpx.HTTPTransport(limits=limits, socket_options=PROBED)
+        http = httpx.Client(headers=headers, timeout=ROLLOUT_TIMEOUT, limits=limits, transport=probed)
+        return cls(http, bounded=False)
 
     def close(self) -> None:
         """Closes the connections. No call may follow."""

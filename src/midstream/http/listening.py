@@ -11,16 +11,9 @@ import socket
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from midstream.core.probes import PROBED
+
 LISTEN_BACKLOG = 4096
-#: Seconds of silence before a probe, and between two. A plain answer is silent until it is done, and NATs forget connections
-#: that are silent for some minutes.
-KEEP_ALIVE_S = 60
-_PROBES = {"TCP_KEEPIDLE": KEEP_ALIVE_S, "TCP_KEEPINTVL": KEEP_ALIVE_S, "TCP_KEEPCNT": 3}
-#: A connection has these from the socket that it came to. Not every system has all.
-_KEPT_ALIVE = (
-    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
-    *((socket.IPPROTO_TCP, getattr(socket, n), v) for n, v in _PROBES.items() if hasattr(socket, n)),
-)
 #: How getaddrinfo is asked for the addresses to listen at.
 PASSIVE: Mapping[str, int] = {"type": socket.SOCK_STREAM, "flags": socket.AI_PASSIVE}
 
@@ -46,7 +39,7 @@ def bound_sockets(
         for family, _, _, _, address in addresses:
             sock = socket.socket(family, socket.SOCK_STREAM)
             sockets.append(sock)
-            for option in ((socket.SOL_SOCKET, socket.SO_REUSEADDR, 1), *_KEPT_ALIVE):
+            for option in ((socket.SOL_SOCKET, socket.SO_REUSEADDR, 1), *PROBED):
                 sock.setsockopt(*option)
             if shared:
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
