@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Callable, Iterable
 
 import pytest
+import uvloop
 
 from midstream.core.http_answer import HttpAnswer
-from midstream.http.call import CallFailed, Lost, call
+from midstream.core.probes import PROBED
+from midstream.http.call import CallFailed, Lost, call, open_stream
 
 WHOLE = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}"
 
@@ -48,6 +51,37 @@ def test_the_names_of_headers_are_read_in_lower_case() -> None:
 def test_a_connection_that_ends_before_its_response_is_lost() -> None:
     with pytest.raises(Lost, match="before the response ended"):
         answered([b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{"])
+
+
+@pytest.mark.parametrize("loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_a_call_without_a_time_limit_ends_when_the_other_machine_is_lost(
+    loop: Callable[[], asyncio.AbstractEventLoop],
+) -> None:
+    """As a sample of the Tinker front is. A machine that is lost says nothing, so that only probes show it."""
+
+    async def main() -> list[int]:
+        over = asyncio.Event()
+
+        async def respond(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            with contextlib.suppress(ConnectionResetError):
+                await reader.read()
+            writer.close()
+            with contextlib.suppress(ConnectionResetError):
+                await writer.wait_closed()
+            over.set()
+
+        async with await asyncio.start_server(respond, "127.0.0.1", 0) as server:
+            port = server.sockets[0].getsockname()[1]
+            stream = await open_stream(f"http://127.0.0.1:{port}", "GET", "/", None, lambda _: None, 10)
+            assert stream._transport is not None
+            own = stream._transport.get_extra_info("socket")
+            found = [own.getsockopt(level, option) for level, option, _ in PROBED]
+            stream.abort()
+            await over.wait()
+            return found
+
+    with asyncio.Runner(loop_factory=loop) as runner:
+        assert runner.run(main()) == [value for _, _, value in PROBED]
 
 
 def test_a_switch_to_another_protocol_is_a_failed_call() -> None:

@@ -3,12 +3,13 @@ front's to a gateway. One connection, one request, one response.
 
 Proxied bytes do not pass here: they go through http/upstream.py.
 Always holds: `call` and `open_stream` send one request, nothing is pooled, and `ended` is set exactly once, when the response
-is complete or the connection is gone. docs/decisions/0032 says why this is not httpx.
+is complete or the connection is gone, which probes show if nothing else does. docs/decisions/0032 says why this is not httpx.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ssl
 from collections.abc import Awaitable, Callable
 from typing import cast
@@ -18,6 +19,7 @@ import httptools
 
 from midstream.core.call_attempts import CallAttempts, Heard, NoAnswer
 from midstream.core.http_answer import HttpAnswer
+from midstream.core.probes import PROBED
 
 
 class CallFailed(Exception):
@@ -204,9 +206,13 @@ async def _connect(
     port = parts.port or (443 if secure else 80)
     try:
         async with asyncio.timeout(timeout_s):
-            await asyncio.get_running_loop().create_connection(
+            transport, _ = await asyncio.get_running_loop().create_connection(
                 lambda: stream, parts.hostname or "", port, ssl=secure
             )
+            # It may have ended already.
+            with contextlib.suppress(OSError):
+                for option in PROBED:
+                    transport.get_extra_info("socket").setsockopt(*option)
     except TimeoutError as error:
         raise CallFailed(f"no connection within {timeout_s:g} s") from error
     except ConnectionRefusedError as error:
