@@ -411,12 +411,24 @@ def no_kernel_copy(*_: Any) -> int:
     raise OSError(errno.EXDEV, "Invalid cross-device link")
 
 
-@pytest.mark.parametrize("across_devices", [False, True])
+def kernel_copy_of_a_share(*_: Any) -> int:
+    """As of CIFS."""
+    raise OSError(errno.EIO, "Input/output error")
+
+
+def kernel_copy_of_nothing(*_: Any) -> int:
+    """As of file systems in user space that cannot, and do not say so."""
+    return 0
+
+
+@pytest.mark.parametrize(
+    "kernel_copy", [None, no_kernel_copy, kernel_copy_of_a_share, kernel_copy_of_nothing]
+)
 def test_a_local_bucket_is_copied_part_by_part(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, across_devices: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kernel_copy: Callable[..., int] | None
 ) -> None:
-    if across_devices:
-        monkeypatch.setattr(fetch.os, "copy_file_range", no_kernel_copy)
+    if kernel_copy is not None:
+        monkeypatch.setattr(fetch.os, "copy_file_range", kernel_copy)
     (tmp_path / "source").mkdir()
     expected = {WEIGHTS: blob(7 * PART + 3), "b.safetensors": blob(PART, seed=1), "vocab.json": b""}
     for name, data in expected.items():

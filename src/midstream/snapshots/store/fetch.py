@@ -52,7 +52,7 @@ PARTS_IN_FLIGHT = 6
 #: The store itself retries only until the body of a response has begun.
 PART_ATTEMPTS = 3
 _COPY_BYTES = 2**20
-_NO_KERNEL_COPY = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM)
+_NO_KERNEL_COPY = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM, errno.EIO)
 #: Room for listings and journals.
 _NOTES_BYTES = 2**20
 #: An entry of a journal: the number of a part, and its digest.
@@ -322,8 +322,11 @@ def _drop_link(path: Path) -> None:
 def _copy_some(source: int, target: int, position: int, end: int) -> int:
     """Copy some of the bytes from `position` to `end` to the same place. Returns how many; 0 if the source has ended."""
     try:
-        if hasattr(os, "copy_file_range"):
-            return os.copy_file_range(source, target, end - position, position, position)
+        # A file system that cannot do it may copy nothing instead of saying so.
+        if hasattr(os, "copy_file_range") and (
+            count := os.copy_file_range(source, target, end - position, position, position)
+        ):
+            return count
     except OSError as error:
         if error.errno not in _NO_KERNEL_COPY:
             raise
