@@ -141,7 +141,7 @@ def test_several_gateways_on_several_machines_need_one_database(
         )
         return RayLauncher(settings, "s3://bucket")
 
-    for database in ("postgresql://h/d", "postgresql+psycopg://h/d"):
+    for database in ("postgresql://h/d", "postgresql+psycopg://h/d", "postgres://h/d"):
         launcher(database)
     with pytest.raises(
         ConfigError, match=r"ray\.gateways above 1 needs one database .* \(e\.g\. 10\.0\.0\.7\)"

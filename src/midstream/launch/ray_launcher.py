@@ -61,7 +61,7 @@ class RayLauncher:
                 f"--host {settings.gateway.host}: a gateway that Ray places must listen on an address that other nodes "
                 "({}) reach: give --host 0.0.0.0"
             )
-        if settings.ray.gateways > 1 and not (settings.ledger.database or "").startswith("postgresql"):
+        if settings.ray.gateways > 1 and (settings.ledger.database or "sqlite:").startswith("sqlite:"):
             _all_on_this_machine(
                 "ray.gateways above 1 needs one database for all of them: a file of SQLite is another one on each node ({}); "
                 "give --database postgresql://..."
