@@ -274,6 +274,36 @@ def test_a_spot_notice_is_one_call_that_may_come_again(tmp_path: Path, name: str
     serve(tmp_path, work)
 
 
+@pytest.mark.parametrize("name", ["replica-0", "10.0.0.7:9000"])
+def test_what_two_calls_say_of_a_replica_at_once_counts_both(tmp_path: Path, name: str) -> None:
+    """A notice that the machine goes must not be undone by an autoscaler's weight."""
+
+    async def work(server: Server) -> None:
+        await server.ask("POST", url=FAR)
+        await asyncio.gather(
+            server.ask("PATCH", f"/{name}", drain=True, within_s=120),
+            server.ask("PATCH", f"/{name}", weight=2),
+        )
+        listed = {one["name"]: one for one in (await server.ask("GET"))["replicas"]}
+        shown = listed[name]
+        assert (shown["standing"], shown["leaves_at"], shown["weight"]) == ("leaving", 1120.0, 2)
+
+    serve(tmp_path, work)
+
+
+def test_a_replica_that_another_call_removes_is_not_brought_back(tmp_path: Path) -> None:
+    async def work(server: Server) -> None:
+        await server.ask("POST", url=FAR)
+        path = f"/v1/{DEFAULT}/replicas/10.0.0.7:9000"
+        removed, _ = await asyncio.gather(
+            server.http.delete(path), server.http.patch(path, json={"weight": 2})
+        )
+        assert removed.status_code == 200
+        assert names(server) == ["replica-0"]
+
+    serve(tmp_path, work)
+
+
 def test_settings_name_replicas_and_weights_and_the_api_has_the_last_word(tmp_path: Path) -> None:
     async def work(server: Server) -> None:
         weights = {view.name: view.weight for view in server.replicas.views}

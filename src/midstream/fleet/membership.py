@@ -9,6 +9,7 @@ Always holds:
 - The API takes a URL only of a host that `gateway.allowed_replicas` names: it will be sent users' prompts and the token.
 - Whoever is drained or removed takes no new request from then on and is let go when its requests have ended.
 - A DNS name that cannot be resolved changes nothing.
+- What two calls say of one replica at once counts both, also at two gateways.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import re
 import socket
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping
-from typing import Annotated
+from typing import Annotated, Any
 from urllib.parse import urlsplit
 
 import msgspec
@@ -211,7 +212,7 @@ class MembershipApi:
                 owner = other.name if known else "another deployment"
                 raise Conflict(f"url: {name} belongs to {owner} already", param="url")
         entry = ReplicaEntry(body.url.rstrip("/"), body.weight, body.drain or False)
-        await self._keep(deployment, name, entry)
+        await self._keep(deployment, name, lambda _: entry)
         return self._answer(deployment, name)
 
     @Endpoint(
@@ -229,7 +230,33 @@ class MembershipApi:
         if body.within_s is not None and not body.drain:
             raise InvalidRequest("within_s: goes with drain: true", param="within_s")
         row = await self._ledger.deployment(deployment.name)
-        kept = entries_of_row(row).get(name, ReplicaEntry())
+        joined = name in entries_of_row(row)
+
+        def changed(kept: ReplicaEntry | None) -> ReplicaEntry:
+            if kept is None and joined:
+                raise NotFound(f"{name} has left meanwhile", param="name")
+            return self._changed_entry(kept or ReplicaEntry(), body)
+
+        await self._keep(deployment, name, changed)
+        return self._answer(deployment, name)
+
+    @Endpoint("DELETE", _PATH + "/{replica}", CHANGE_ONE, "Removes a replica that joined by this API.")
+    async def delete(self, request: Request) -> Nothing:
+        deployment, name = self._deployment(request), self._replica(request)
+
+        def removed(kept: ReplicaEntry | None) -> None:
+            if kept is None or kept.url is None:
+                raise InvalidRequest(
+                    f"{name} did not join by this API: scale the deployment, or change the settings",
+                    param="name",
+                )
+
+        await self._keep(deployment, name, removed)
+        return Nothing()
+
+    # -- inside
+
+    def _changed_entry(self, kept: ReplicaEntry, body: ReplicaBody) -> ReplicaEntry:
         weight = kept.weight if body.weight is None else body.weight
         drain = kept.drain if body.drain is None else body.drain
         ends = [] if kept.leaves_at is None else [kept.leaves_at]
@@ -237,25 +264,21 @@ class MembershipApi:
             ends.append(self._clock() + body.within_s)
         # Of several notices, the earliest end counts.
         leaves_at = min(ends) if drain and ends else None
-        await self._keep(deployment, name, ReplicaEntry(kept.url, weight, drain, leaves_at))
-        return self._answer(deployment, name)
+        return ReplicaEntry(kept.url, weight, drain, leaves_at)
 
-    @Endpoint("DELETE", _PATH + "/{replica}", CHANGE_ONE, "Removes a replica that joined by this API.")
-    async def delete(self, request: Request) -> Nothing:
-        deployment, name = self._deployment(request), self._replica(request)
-        row = await self._ledger.deployment(deployment.name)
-        if entries_of_row(row).get(name, ReplicaEntry()).url is None:
-            raise InvalidRequest(
-                f"{name} did not join by this API: scale the deployment, or change the settings", param="name"
-            )
-        await self._keep(deployment, name, None)
-        return Nothing()
+    async def _keep(
+        self,
+        deployment: Deployment,
+        name: str,
+        changed: Callable[[ReplicaEntry | None], ReplicaEntry | None],
+    ) -> None:
+        """changed: what becomes of the stored entry, with no other call in between."""
 
-    # -- inside
+        def stored(value: Any) -> Any:
+            entry = changed(None if value is None else msgspec.convert(value, ReplicaEntry))
+            return None if entry is None else msgspec.to_builtins(entry)
 
-    async def _keep(self, deployment: Deployment, name: str, entry: ReplicaEntry | None) -> None:
-        value = None if entry is None else msgspec.to_builtins(entry)
-        await self._ledger.update_deployment(deployment.name, fields={_FIELD + name: value})
+        await self._ledger.change_field(deployment.name, _FIELD + name, stored)
         await self._changed()
 
     def _deployment(self, request: Request) -> Deployment:

@@ -8,6 +8,7 @@ a later time.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -248,6 +249,13 @@ def update(db: sa.Connection, name: str, change: DeploymentChange, now: float) -
         values["fields"] = {key: value for key, value in merged.items() if value is not None}
     db.execute(deployments.update().where(deployments.c.id == row.id).values(values))
     return one(db, name)
+
+
+def change_field(
+    db: sa.Connection, name: str, field: str, changed: Callable[[Any], Any], now: float
+) -> DeploymentRow:
+    value = changed(lock(db, name).fields.get(field))
+    return update(db, name, {"fields": {field: value}}, now)
 
 
 def delete(db: sa.Connection, name: str) -> None:
