@@ -20,7 +20,7 @@ from midstream.api.hotload import hotload_apis
 from midstream.core.served_names import POLICY_INFIX
 from midstream.core.types import EngineCard
 from midstream.core.wires import HOT_LOAD_PATH
-from midstream.ledger import NewDeployment
+from midstream.ledger import LedgerUnavailable, NewDeployment
 from midstream.proxy.metrics import GatewayMetrics
 
 POLICIES = f"/v1/{DEPLOYMENT}/policies"
@@ -115,6 +115,56 @@ def test_a_fork_of_files_that_are_gone_leaves_no_policy_and_a_fork_of_files_does
             answer = await server.http.post(POLICIES, json={"policy": name, "from": "red"})
             assert answer.status_code == 400, answer.text
         assert server.policies == ["blue", "green", "red"]
+
+    serve(tmp_path, work)
+
+
+@pytest.mark.parametrize("path", [*LOADS, ADDONS])
+def test_a_load_that_a_later_one_overtakes_leaves_that_ones_policy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    """A trainer's first step is still on its way when its second one comes."""
+
+    async def work(server: PolicyServer) -> None:
+        for name in ("red", "v2"):
+            write_adapter(server, name)
+        real, later = server.ledger.signal, [{"identity": "v2", "policy": "red"}]
+
+        async def overtaken(*arguments: Any, **named: Any) -> Any:
+            result = await real(*arguments, **named)
+            if later:
+                assert (await server.signal(later.pop())).status_code == 200
+            return result
+
+        monkeypatch.setattr(server.ledger, "signal", overtaken)
+        adapter = {"lora_name": "red", "lora_path": str(server.bucket / "red")}
+        body = {"model": "red"} if path == ADDONS else adapter
+        answer = await server.http.post(path, json=body)
+        assert refused(answer)[0] == 409, answer.text
+        assert server.policies == ["red"]
+        assert (await server.ledger.state(f"{DEPLOYMENT}{POLICY_INFIX}red")).snapshot == "v2"
+
+    serve(tmp_path, work)
+
+
+def test_a_fork_that_fails_leaves_the_policy_that_another_call_signalled_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def work(server: PolicyServer) -> None:
+        write_adapter(server, "v2")
+        assert (await server.signal({"identity": "a", "policy": "red"})).status_code == 200
+        real, later = server.ledger.signal, [{"identity": "v2", "policy": "blue"}]
+
+        async def overtaken(*arguments: Any, **named: Any) -> Any:
+            if not later:
+                return await real(*arguments, **named)
+            assert (await server.signal(later.pop())).status_code == 200
+            raise LedgerUnavailable("the ledger cannot be used now")
+
+        monkeypatch.setattr(server.ledger, "signal", overtaken)
+        answer = await server.http.post(POLICIES, json={"policy": "blue", "from": "red"})
+        assert refused(answer)[0] == 503, answer.text
+        assert server.policies == ["blue", "red"]
 
     serve(tmp_path, work)
 

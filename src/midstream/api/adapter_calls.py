@@ -2,7 +2,8 @@
 
 Owns: those paths' requests and responses (docs/policies.md). What loading does is a signal's for a policy (updates.py).
 Always holds:
-- A load is answered once every replica serves the adapter. One that fails leaves no policy that was not there before.
+- A load is answered once every replica serves the adapter. One that fails leaves no policy that was not there before, unless
+  another call has given it a snapshot meanwhile.
 - An unload is answered once no replica has the adapter, so that its name can be used again.
 - A name that is loaded is not loaded again, unless the client says that it may be.
 """
@@ -22,6 +23,7 @@ from midstream.core.endpoints import PLAIN_TEXT, Endpoint
 from midstream.core.errors import InvalidRequest, MidstreamError, NotFound, SnapshotMissing
 from midstream.core.scopes import SIGNAL
 from midstream.core.served_names import names_of
+from midstream.core.types import Desired
 from midstream.fleet.registry import Deployment, Deployments
 
 INSTEAD = "write the adapter into the deployment's bucket, or one of gateway.allowed_buckets, and name its directory"
@@ -68,10 +70,12 @@ class AdapterLoader:
         except MidstreamError as error:
             _rename(error, param)
             raise
+        desired: Desired | None = None
         try:
-            await self._updates.run(request, policy, update, INSTEAD)
+            desired = await self._updates.run(request, policy, update, INSTEAD, waits=False)
+            await self._updates.served(policy, desired)
         except MidstreamError as error:
-            if known is None:
+            if known is None and await self._policies.is_as_left(policy, desired):
                 await self._policies.unload(policy)
             if isinstance(error.__cause__, SnapshotMissing):
                 reason = f"{update.param}: no adapter is there: {error.message}"

@@ -3,7 +3,7 @@
 Always holds:
 - A policy's name means nothing else on this server, so that a client can ask for it by name alone.
 - A policy that is being ended takes no signal. One of its name can be made again once no replica has it any more.
-- A fork that fails leaves no policy that was not there before.
+- A fork that fails leaves no policy that was not there before, unless another call has given it a snapshot meanwhile.
 - A frozen policy serves what it serves: a signal for it is refused until it is thawed.
 - A deployment has a bound of policies, and each tenant may have one: a policy beyond it is not made.
 """
@@ -111,6 +111,13 @@ class PoliciesApi:
         await self._ledger.update_deployment(policy.name, deleting=True)
         await self._changed()
 
+    async def is_as_left(self, policy: Deployment, desired: Desired | None) -> bool:
+        """Whether no other call has given the policy a snapshot since. desired: what the caller gave it; None: nothing."""
+        with contextlib.suppress(NotFound):
+            now = (await self._ledger.state(policy.name)).desired
+            return (now and now.generation) == (desired and desired.generation)
+        return False
+
     async def unload(self, policy: Deployment) -> None:
         """Ends it, and returns when it is gone and its name is free. Raises ReplicaUnavailable."""
         await self.end(policy)
@@ -199,7 +206,7 @@ class PoliciesApi:
             parents = tuple(msgspec.structs.replace(link, content=None) for link in source.parents)
             await self._take(request, target, body, NamedDirectory(source.url, "from"), parents=parents)
         except MidstreamError:
-            if new:
+            if new and await self.is_as_left(policy, None):
                 await self.end(policy)
             raise
 
