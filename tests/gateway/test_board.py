@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
+import pytest
 from gateway_harness import reconciler
 from reports import replica_report
 
+from midstream.api import dashboard
 from midstream.api.board import SAMPLE_EVERY_S, SAMPLES_KEPT, SWAPS_KEPT, Board
+from midstream.api.dashboard import DashboardApi
 from midstream.core.kv import KvStats
 from midstream.core.measures import Distribution, Rewarded, Trajectories
 from midstream.core.reports import PolicyReport
@@ -213,3 +217,19 @@ def test_a_fallback_hides_no_failure_of_its_generation() -> None:
     )  # fmt: skip
     found = [(s.snapshot, s.error, s.pause_ms) for s in bed.board.swaps(EVERYTHING)]
     assert found == [("s2", "torn", None), ("s1", None, 0.5)]
+
+
+def test_what_changes_between_two_looks_of_a_stream_is_in_its_next_event(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(dashboard, "LOOK_EVERY_S", 0.0)
+    rounds = iter((True, True, False))
+    api = DashboardApi(Bed().board, lambda: next(rounds))
+    states = iter((b"old", *[b"new"] * 8))
+    monkeypatch.setattr(api, "_look", lambda grant: {"server": next(states)})
+
+    async def events() -> bytes:
+        return b"".join([part async for part in api._stream(EVERYTHING)])
+
+    shown = asyncio.run(events())
+    assert shown.count(b"data: old") == shown.count(b"data: new") == 1

@@ -76,8 +76,9 @@ class DashboardApi:
         while True:
             # Asked first: a process that is about to listen has no page open.
             ends = not self._listening()
-            parts = [_event(name, data) for name, data in self._look(grant).items() if sent.get(name) != data]
-            sent = self._look(grant)
+            found = self._look(grant)
+            parts = [_event(name, data) for name, data in found.items() if sent.get(name) != data]
+            sent = found
             if swaps := self._board.swaps(grant, swap):
                 swap = max(one.number for one in swaps)
                 parts.append(_event("swaps", msgspec.json.encode(swaps)))
