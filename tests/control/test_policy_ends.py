@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import msgspec
+import pytest
 from reports import replica_report
 
 from midstream.core.reports import PolicyReport, ReplicaReport
@@ -76,5 +77,22 @@ def test_the_end_is_told_to_whoever_has_the_policy_and_names_the_one_that_is_mea
         await older.send_end(everywhere=True)
         told = [("/replica/policy/end", {"policy": "learner", "made": made}) for made in (5.0, 4.0)]
         assert replicas.posted == told
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("everywhere", [False, True])
+def test_a_drained_replica_is_told_too_as_the_policy_is_not_gone_while_it_has_it(everywhere: bool) -> None:
+    async def run() -> None:
+        replicas = Recording()
+        policy = ReplicaSet(replicas, "learner", made=5.0)
+        replicas.set_members([("replica-0", "http://127.0.0.1:1")], leaving=["replica-0"])
+        (drained,) = replicas.leaving
+        drained.hear(report(made=5.0))
+        assert policy.is_held
+        await policy.send_end(everywhere)
+        assert replicas.posted == [("/replica/policy/end", {"policy": "learner", "made": 5.0})]
+        drained.hear(replica_report())
+        assert not policy.is_held
 
     asyncio.run(run())

@@ -387,11 +387,7 @@ class DesiredState:
     def _finishing(self, deployment: Deployment, elsewhere: Mapping[str, str]) -> list[KnownReplica]:
         """Replicas of others that are gone from the list and have requests left, and time for them."""
         facts = deployment.replicas.facts
-        gone = [
-            replica
-            for replica in (*facts.members, *facts.leaving)
-            if not replica.own and replica.name not in elsewhere
-        ]
+        gone = [replica for replica in facts.known if not replica.own and replica.name not in elsewhere]
         kept = [replica for replica in gone if self._has_time(replica, deployment)]
         for replica in gone:
             if replica not in kept:

@@ -279,7 +279,7 @@ class ReplicaSet:
     @property
     def is_held(self) -> bool:
         """Whether a replica still has the policy."""
-        return any(replica.reports(self._key) for replica in (*self.facts.members, *self.facts.leaving))
+        return any(replica.reports(self._key) for replica in self.facts.known)
 
     async def send_end(self, everywhere: bool = False) -> None:
         """Tell every replica that still has the policy to forget it. Raises ReplicaUnavailable.
@@ -287,7 +287,7 @@ class ReplicaSet:
         everywhere: those, too, that have it perhaps since their last report.
         """
         body = msgspec.json.encode(PolicyEnd(policy=self.policy, made=self.made))
-        for replica in self.facts.members:
+        for replica in self.facts.known:
             if replica.reports(self._key) or (everywhere and replica.heard is not None):
                 await self.facts.post(replica, "/replica/policy/end", body, 200)
 

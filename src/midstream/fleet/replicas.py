@@ -213,8 +213,12 @@ class DeploymentReplicas:
 
     def all_heard(self, wanted: int) -> bool:
         """Whether all replicas that there should be have reported."""
-        known = (*self.members, *self.leaving)
-        return len(self.members) >= wanted and all(replica.heard is not None for replica in known)
+        return len(self.members) >= wanted and all(replica.heard is not None for replica in self.known)
+
+    @property
+    def known(self) -> tuple[KnownReplica, ...]:
+        """Those that are there: members, and those that finish what they have."""
+        return (*self.members, *self.leaving)
 
     async def send_desired(self, replica: KnownReplica, desired: Desired) -> None:
         """Tell a replica what to serve. Raises ReplicaUnavailable when it did not take it."""
@@ -449,11 +453,7 @@ class DeploymentReplicas:
             self._views[policy].look_again()
 
     def _spread(self) -> None:
-        most = [
-            replica.policies_max
-            for replica in (*self.members, *self.leaving)
-            if replica.policies_max is not None
-        ]
+        most = [replica.policies_max for replica in self.known if replica.policies_max is not None]
         room_for_all = len(self._views) - (OWN in self._views) <= min(most, default=POLICIES_MAX)
         if room_for_all is not self.room_for_all:
             self.room_for_all = room_for_all
