@@ -355,3 +355,24 @@ def test_a_replica_that_does_not_accept_in_time_is_passed_over() -> None:
                 assert (await stage.ask(post())).headers["x-midstream-replica"] == "replica-1"
 
     run(main)
+
+
+@pytest.mark.parametrize(("listed", "status"), [("leaving", 503), ("gone", 404)])
+def test_a_response_is_not_said_to_be_lost_while_the_drained_replica_that_made_it_is_there(
+    listed: str, status: int
+) -> None:
+    async def elsewhere(request: Message, peer: Peer) -> None:
+        peer.respond(b'{"error":{}}', "404 Not Found", "x-midstream-held-by: replica-1\r\n")
+
+    async def main() -> None:
+        async with staged(elsewhere, respond_ok) as stage:
+            members = [(view.name, view.url) for view in stage.views]
+            facts = stage.gateway.proxy.deployments.default.replicas.facts
+            facts.set_members(*((members, {"replica-1"}) if listed == "leaving" else (members[:1],)))
+            answer = await stage.ask(post(path="/v1/responses"))
+            assert answer.status == status
+            if listed == "leaving":
+                assert "replica-1, which made the response, cannot be asked now" in answer.error["message"]
+            assert stage.mocks[1].requests == []
+
+    run(main)

@@ -40,8 +40,8 @@ class ResponsesRoute(ReplicaRoute):
 
     def _to_holder(self, head: UpstreamHead) -> Judgement:
         named = next((value for name, value in head.headers if name == _HELD_BY), b"").decode("latin-1")
-        views = self._deployment.replicas.views
-        holder = view_named(views, named)
+        views, leaving = self._deployment.replicas.views, self._deployment.replicas.leaving
+        holder = view_named((*views, *leaving), named)
         if self._passed or holder is None or holder is self._at.view or holder.name in self._tries.replicas:
             return HEAD
         if not holder.usable:
