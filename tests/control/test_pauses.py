@@ -63,6 +63,30 @@ def test_a_replica_that_left_and_came_back_is_sent_the_pause_at_once(world: Worl
     assert pauses(world) == [asked] * 3
 
 
+def test_a_replica_that_leaves_is_paused_and_resumed_with_the_others(world: World) -> None:
+    """Requests that stood still there would do so for as long as it is drained."""
+    world.calm(2)
+    members = [(view.name, view.url) for view in world.set.views]
+
+    def pass_by() -> None:
+        for view in (*world.set.views, *world.set.leaving):
+            view.replica.hear(world.replicas[view.replica.index].report())
+        world.reconcile()
+
+    pause(world, "keep")
+    world.calm(3)
+    world.set.facts.set_members(members, leaving=["replica-2"])
+    for mode in (None, "abort"):
+        asked = pause(world, mode)
+        world.set.drop["replica-2"] = 1
+        pass_by()
+        pass_by()
+        assert pauses(world)[2] != asked, "a message that was lost is repeated after a while"
+        for _ in range(4):
+            pass_by()
+        assert pauses(world) == [asked] * 3
+
+
 def test_a_boot_that_begins_in_a_pause_joins_only_once_it_is_paused(world: World) -> None:
     world.signal("a")
     world.calm()

@@ -60,7 +60,8 @@ class Server:
         (self.bucket / identity / "config.json").write_text("{}")
 
     def report(self, index: int, admitted: bool = True, **fields: Any) -> None:
-        view = self.replicas.views[index]
+        known = {view.name: view for view in (*self.replicas.views, *self.replicas.leaving)}
+        view = known[f"replica-{index}"]
         given: dict[str, Any] = {"replica": view.name, "boot": f"boot{index}", "ready": True} | fields
         view.replica.hear(replica_report(**given))
         view.admitted = admitted

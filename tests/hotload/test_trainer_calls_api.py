@@ -37,11 +37,17 @@ def test_keep_is_refused_where_requests_cannot_stand_still_and_nothing_is_paused
     serve(tmp_path, work)
 
 
-def test_a_pause_is_answered_once_every_replica_that_is_heard_has_ended_its_requests(tmp_path: Path) -> None:
+@pytest.mark.parametrize("leaves", [False, True])
+def test_a_pause_is_answered_once_every_replica_that_is_heard_has_ended_its_requests(
+    tmp_path: Path, leaves: bool
+) -> None:
     async def work(server: Server) -> None:
         wanted = Pause(1, "wait")
         server.report(0)
         server.report(1, pause=Pause(), in_flight=1)
+        if leaves:
+            members = [(view.name, view.url) for view in server.replicas.views]
+            server.replicas.facts.set_members(members, leaving=["replica-1"])
         asked = asyncio.create_task(server.http.post("/pause?mode=wait&clear_cache=false"))
         while (await server.ledger.state(DEPLOYMENT)).pause != wanted:
             assert not asked.done()
@@ -49,6 +55,10 @@ def test_a_pause_is_answered_once_every_replica_that_is_heard_has_ended_its_requ
         server.report(1, pause=wanted, in_flight=1)
         server.replicas._changed()
         await asyncio.sleep(0)
+        assert not asked.done()
+        for _ in range(4):
+            # The ledger answers one call after another: the pause had its turns, too.
+            assert (await server.http.get("/is_paused")).status_code == 200
         assert not asked.done()
         server.report(1, pause=wanted)
         server.replicas._changed()

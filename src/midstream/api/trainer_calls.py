@@ -417,14 +417,16 @@ class TrainerApi:
 
     async def _version(self, deployment: Deployment) -> str:
         """The snapshot that every replica serves. Raises Conflict while they serve several."""
-        serving = {report.own.snapshot for report in _reports(deployment)}
+        heard = (view.report for view in deployment.replicas.views if view.report is not None)
+        serving = {report.own.snapshot for report in heard}
         if len(serving) > 1:
             raise Conflict(f"the replicas serve {' and '.join(sorted(serving))}; ask again")
         return serving.pop() if serving else (await self._ledger.state(deployment.name)).snapshot
 
 
 def _reports(deployment: Deployment) -> list[ReplicaReport]:
-    return [replica.heard for replica in deployment.replicas.facts.members if replica.heard is not None]
+    """Also of replicas that leave: their requests are the deployment's, too."""
+    return [replica.heard for replica in deployment.replicas.facts.known if replica.heard is not None]
 
 
 def _check_resets(deployment: Deployment) -> None:

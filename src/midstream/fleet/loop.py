@@ -12,7 +12,7 @@ Always holds:
 - The ledger knows a replica with other weights than that, or than the others, before the replica is asked to load them again.
 - A replica may have taken up a newer signal from another gateway than this one has read. It gets no message before
   the ledger was read again: an older signal would undo the newer one.
-- A deployment that is paused in the ledger is paused on every replica (pauses.py).
+- A deployment that is paused in the ledger is paused on every replica (pauses.py), on those that leave, too.
 - What is kept here can be thrown away: a restart sends a message again, or restarts a wait. No failure of a pass ends the loop.
 """
 
@@ -188,7 +188,7 @@ class Reconciler:
         state = await self._judged(state)
         if await self._pauses.end_if_old(state.pause):
             self.signalled()
-        self._due |= await self._pauses.outdo(self._replicas.views)
+        self._due |= await self._pauses.outdo((*self._replicas.views, *self._replicas.leaving))
         holders = self._replicas.holders
         retries = {view.name: await self._retry_generation(state, view) for view in holders}
         self._pass_the_turn(state, retries)
@@ -220,10 +220,13 @@ class Reconciler:
                 if send is not None and view.report.own.generation <= self._covered:
                     seen = msgspec.structs.replace(send, seen=view.report.own.generation)
                     self._send(view, view.report.boot, seen)
+        for view in self._replicas.leaving:
+            self._send_pause(view)
+            self._due |= self._pauses.lags(view)
 
     def _forget_leavers(self, members: set[str]) -> None:
         """A replica that left was stopped on purpose: when one of its name comes, it is not the same that died."""
-        self._pauses.forget_leavers(members)
+        self._pauses.forget_leavers(members | {view.name for view in self._replicas.leaving})
         for known in (
             self._recorded,
             self._attempts,
