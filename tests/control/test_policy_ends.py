@@ -96,3 +96,19 @@ def test_a_drained_replica_is_told_too_as_the_policy_is_not_gone_while_it_has_it
         assert not policy.is_held
 
     asyncio.run(run())
+
+
+def test_a_policy_ends_although_a_drained_replica_is_gone_with_its_machine() -> None:
+    """Nobody removed it from the list. A member that is not heard may have the policy, and is waited for."""
+
+    async def run() -> None:
+        replicas = Recording()
+        members = [(f"replica-{number}", f"http://127.0.0.1:{1 + number}") for number in range(2)]
+        replicas.set_members(members)
+        replicas.members[0].hear(replica_report())
+        assert not replicas.all_heard(1)
+        replicas.set_members(members, leaving=["replica-1"])
+        assert replicas.all_heard(1)
+        assert not replicas.all_heard(2)
+
+    asyncio.run(run())

@@ -253,7 +253,7 @@ class DesiredState:
         """The row goes once no replica has the policy: one of the same name is not taken for it."""
         policy.replicas.ending = True
         if self._running is None or not policy.replicas.facts.all_heard(policy.host.wanted):
-            # A replica that is not heard may have it.
+            # A member that is not heard may have it.
             return
         # What is on its way arrives before the end does.
         await policy.reconciler.settle()

@@ -212,8 +212,8 @@ class DeploymentReplicas:
         replica.hear(None)
 
     def all_heard(self, wanted: int) -> bool:
-        """Whether all replicas that there should be have reported."""
-        return len(self.members) >= wanted and all(replica.heard is not None for replica in self.known)
+        """Whether all replicas that there should be have reported. Those that leave may have gone with their machines."""
+        return len(self.members) >= wanted and all(replica.heard is not None for replica in self.members)
 
     @property
     def known(self) -> tuple[KnownReplica, ...]:
