@@ -92,10 +92,13 @@ class Restarts:
             self._say()
 
     def _say(self) -> None:
-        """The file is written in place, since the lock is on the file."""
-        with self._path.open("r+b") as file:
-            file.write(msgspec.json.encode(self._answer) + b"\n")
-            file.truncate()
+        """The file is written in place, since the lock is on the file. A full disk costs the word alone, and no restart."""
+        try:
+            with self._path.open("r+b") as file:
+                file.write(msgspec.json.encode(self._answer) + b"\n")
+                file.truncate()
+        except OSError as error:
+            logger.warning("%s: cannot be written: %s", self._path, error.strerror or error)
 
 
 def restart(state_dir: Path, wait_s: float) -> str | None:
