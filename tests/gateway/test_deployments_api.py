@@ -508,3 +508,19 @@ def test_a_field_that_a_later_version_stored_hides_no_deployment(tmp_path: Path)
         assert [one["name"] for one in listed] == [DEFAULT]
 
     serve(tmp_path, work)
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_two_calls_that_scale_at_once_count_both(tmp_path: Path, turned: bool) -> None:
+    async def work(server: Server) -> None:
+        assert (await server.create("wide", minReplicaCount=1)).status_code == 200
+        calls = [
+            server.http.patch(f"{COLLECTION}/wide:scale", json={"replicaCount": 2}),
+            server.patch("wide", maxReplicaCount=5),
+        ]
+        answers = await asyncio.gather(*(reversed(calls) if turned else calls))
+        assert [answer.status_code for answer in answers] == [200, 200]
+        shown = await server.got("wide")
+        assert (shown["minReplicaCount"], shown["maxReplicaCount"]) == (2, 5)
+
+    serve(tmp_path, work)

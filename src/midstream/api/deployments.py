@@ -148,7 +148,8 @@ class DeploymentsApi:
     )
     async def scale(self, request: Request, body: resource.ScaleBody) -> Nothing:
         row, count = await self._row(request), body.replica_count
-        given = {"minReplicaCount": count, "maxReplicaCount": max(count, row.replicas_max) if count else 0}
+        # A greatest number below it is taken along.
+        given = {"minReplicaCount": count} if count else {"minReplicaCount": 0, "maxReplicaCount": 0}
         await self._change(row, given, given)
         return Nothing()
 
@@ -198,23 +199,27 @@ class DeploymentsApi:
         self, row: DeploymentRow, given: dict[str, Any], fields: Collection[str]
     ) -> DeploymentRow:
         """The row after the `fields` are as `given` says; one that it does not give goes back to its default."""
-        if row.deleting:
-            raise InvalidRequest(f"{row.name} is being deleted", param="name")
         prefix = f"{self._account}/models/"
         if "baseModel" in fields and prefix + given.get("baseModel", "").removeprefix(prefix) != row.model:
             raise InvalidRequest(f"baseModel: cannot be changed, it is {row.model}", param="baseModel")
-        change: DeploymentChange = {}
-        if "minReplicaCount" in fields or "maxReplicaCount" in fields:
-            now = (row.replicas_min, row.replicas_max)
-            change["replicas_min"], change["replicas_max"] = resource.counts(given, fields, now)
+        always: DeploymentChange = {}
         if "hotLoadTransitionType" in fields:
-            change["transition"] = resource.transition_of(given)
+            always["transition"] = resource.transition_of(given)
         if "hotLoadBucketUrl" in fields:
-            change["bucket_url"] = self._bucket_of(given, row.name.rpartition("/")[2])
-            await _make_bucket(change["bucket_url"])
+            always["bucket_url"] = self._bucket_of(given, row.name.rpartition("/")[2])
+            await _make_bucket(always["bucket_url"])
         if more := resource.stored(given, fields):
-            change["fields"] = more
-        row = await self._ledger.update_deployment(row.name, **change)
+            always["fields"] = more
+
+        def change(now: DeploymentRow) -> DeploymentChange:
+            if now.deleting:
+                raise InvalidRequest(f"{now.name} is being deleted", param="name")
+            if "minReplicaCount" not in fields and "maxReplicaCount" not in fields:
+                return always
+            least, most = resource.counts(given, fields, (now.replicas_min, now.replicas_max))
+            return {**always, "replicas_min": least, "replicas_max": most}
+
+        row = await self._ledger.revise_deployment(row.name, change)
         await self._changed()
         if (deployment := self._deployments.known(row.name)) is not None:
             deployment.signalled()

@@ -20,7 +20,7 @@ import re
 import socket
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping
-from typing import Annotated, Any
+from typing import Annotated
 from urllib.parse import urlsplit
 
 import msgspec
@@ -33,7 +33,7 @@ from midstream.fleet.access import grant_of
 from midstream.fleet.known_replica import Standing
 from midstream.fleet.registry import Deployment, Deployments
 from midstream.fleet.view import ReplicaEntry, ReplicaView
-from midstream.ledger import DeploymentRow, Ledger
+from midstream.ledger import DeploymentChange, DeploymentRow, Ledger
 
 logger = logging.getLogger(__name__)
 
@@ -274,11 +274,11 @@ class MembershipApi:
     ) -> None:
         """changed: what becomes of the stored entry, with no other call in between."""
 
-        def stored(value: Any) -> Any:
-            entry = changed(None if value is None else msgspec.convert(value, ReplicaEntry))
-            return None if entry is None else msgspec.to_builtins(entry)
+        def change(row: DeploymentRow) -> DeploymentChange:
+            entry = changed(entries_of_row(row).get(name))
+            return {"fields": {_FIELD + name: None if entry is None else msgspec.to_builtins(entry)}}
 
-        await self._ledger.change_field(deployment.name, _FIELD + name, stored)
+        await self._ledger.revise_deployment(deployment.name, change)
         await self._changed()
 
     def _deployment(self, request: Request) -> Deployment:

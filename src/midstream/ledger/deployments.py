@@ -251,11 +251,10 @@ def update(db: sa.Connection, name: str, change: DeploymentChange, now: float) -
     return one(db, name)
 
 
-def change_field(
-    db: sa.Connection, name: str, field: str, changed: Callable[[Any], Any], now: float
+def revise(
+    db: sa.Connection, name: str, change: Callable[[DeploymentRow], DeploymentChange], now: float
 ) -> DeploymentRow:
-    value = changed(lock(db, name).fields.get(field))
-    return update(db, name, {"fields": {field: value}}, now)
+    return update(db, name, change(from_row(lock(db, name), DeploymentRow)), now)
 
 
 def delete(db: sa.Connection, name: str) -> None:

@@ -25,7 +25,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, TypeVar, Unpack
+from typing import Concatenate, ParamSpec, TypeVar, Unpack
 
 import sqlalchemy as sa
 
@@ -181,11 +181,13 @@ class Ledger:
         """Change the given properties, leave the others. Raises NotFound."""
         return await self._write(deployments.update, name, change, self.now())
 
-    async def change_field(self, name: str, field: str, changed: Callable[[Any], Any]) -> DeploymentRow:
-        """Make `changed` of one of the stored fields, with no other change in between. None, on either side: there is none.
+    async def revise_deployment(
+        self, name: str, change: Callable[[DeploymentRow], DeploymentChange]
+    ) -> DeploymentRow:
+        """As update_deployment, of a change that depends on the row: no other one comes in between.
 
-        Raises NotFound, and what `changed` raises, which then changes nothing."""
-        return await self._write(deployments.change_field, name, field, changed, self.now())
+        Raises NotFound, and what `change` raises, which then changes nothing."""
+        return await self._write(deployments.revise, name, change, self.now())
 
     async def delete_deployment(self, name: str) -> None:
         """Remove it with its snapshots and everything known of its replicas. Raises NotFound."""
