@@ -382,8 +382,8 @@ GATEWAY = (
     Mutation(
         "failed_adapter_left_behind",
         "api/adapter_calls.py",
-        "            if known is None:\n                await self._policies.unload(policy)",
-        "            if known is not None:\n                await self._policies.unload(policy)",
+        "if known is None and await self._policies.is_as_left(policy, desired):",
+        "if known is not None and await self._policies.is_as_left(policy, desired):",
         "A load of an adapter that fails leaves nothing, and what served before goes on.",
         ("e2e/test_adapter_calls.py::test_a_load_that_cannot_be_says_why_and_leaves_nothing",),
         fast=False,
@@ -407,8 +407,8 @@ GATEWAY = (
     Mutation(
         "a_failed_fork_stays",
         "api/policies.py",
-        "            if new:\n                await self.end(policy)\n            raise",
-        "            raise",
+        "if new and await self.is_as_left(policy, None):",
+        "if not new:",
         "A fork that fails leaves no policy that was not there before.",
         ("hotload/test_policy_calls_api.py",),
     ),
