@@ -376,3 +376,25 @@ def test_a_response_is_not_said_to_be_lost_while_the_drained_replica_that_made_i
             assert stage.mocks[1].requests == []
 
     run(main)
+
+
+def test_a_client_that_closes_its_sending_side_has_left() -> None:
+    """As docs/api.md says: generation stops at once, and nothing waits for a client that may be gone."""
+    left = asyncio.Event()
+
+    async def generate(request: Message, peer: Peer) -> None:
+        peer.start_stream()
+        peer.chunk(b"data: {}\n\n")
+        await peer.closed()
+        left.set()
+
+    async def main() -> None:
+        async with staged(generate) as stage:
+            client = await stage.connect()
+            client.send(post())
+            assert (await read_head(client.reader)).status == 200
+            client.writer.write_eof()
+            await left.wait()
+            assert stage.in_flight() == [0]
+
+    run(main)
