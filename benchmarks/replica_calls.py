@@ -28,10 +28,11 @@ from calls import Calls
 from hardware import provenance
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from midstream.core.config import EngineSettings, VllmSettings
+from midstream.core.config import EngineSettings
 from midstream.core.headers import HEADER_BOOT
 from midstream.core.resumption import HEADER_RESUMABLE
 from midstream.core.served_names import ServedNames
+from midstream.core.server_settings import VllmSettings
 from midstream.core.types import EngineStats, GenerationEvent, ModelInfo, TokenRecord
 from midstream.engine.embedded import engine as embedded
 from midstream.engine.embedded import protocol

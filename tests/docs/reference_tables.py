@@ -27,11 +27,12 @@ _NAMES = {str: "text", int: "integer", float: "number", bool: "true or false", t
 
 
 def comments_of(struct: type) -> dict[str, str]:
-    """What stands above each field in the source."""
+    """What stands above each field in the source, of its base, too."""
+    base = struct.__base__
+    found = {} if base in (None, msgspec.Struct) else comments_of(base)
     source = inspect.getsource(struct)
     lines, [tree] = source.splitlines(), ast.parse(source).body
     assert isinstance(tree, ast.ClassDef)
-    found: dict[str, str] = {}
     for node in tree.body:
         if not isinstance(node, ast.AnnAssign):
             continue

@@ -10,7 +10,7 @@ from client_reference import GROUPS, WHOLE, docstring, mentioned, methods_of, pu
 from reference_tables import DOCS, TABLES, comments_of, written
 
 import midstream.client
-from midstream.core import config
+from midstream.core import config, server_settings
 
 
 @pytest.mark.parametrize("page", TABLES)
@@ -22,7 +22,10 @@ def test_the_tables_are_those_of_the_code(page: str) -> None:
 def test_every_setting_is_in_the_page_with_words() -> None:
     text = (DOCS / "configuration.md").read_text()
     structs = [
-        one for one in vars(config).values() if isinstance(one, type) and one.__module__ == config.__name__
+        one
+        for module in (config, server_settings)
+        for one in vars(module).values()
+        if isinstance(one, type) and one.__module__ == module.__name__
     ]
     fields = [(one, name, words) for one in structs for name, words in comments_of(one).items()]
     told = [(one.__name__, name) for one, name, words in fields if f"| `{name}` |" not in text or not words]

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from fake_sglang import EOS, FakeSglang, fake_python, logprobs_of, until, weights_of, write_model
 
-from midstream.core.sglang_settings import SglangSettings
+from midstream.core.server_settings import SglangSettings
 from midstream.core.types import BASE_SNAPSHOT, GenerateRequest, GenerationEvent, SamplingParams, TokenRecord
 from midstream.engine.base import EngineDied, StagingFailed
 from midstream.engine.sglang.engine import SglangEngine

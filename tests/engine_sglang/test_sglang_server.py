@@ -13,8 +13,8 @@ from fake_sglang import INFO
 
 from midstream.core.config import Settings
 from midstream.core.errors import ConfigError
+from midstream.core.server_settings import SglangSettings
 from midstream.core.settings import load_settings
-from midstream.core.sglang_settings import SglangSettings
 from midstream.core.types import GenerateRequest, SamplingParams
 from midstream.engine.servers.chunks import InvalidAnswer
 from midstream.engine.sglang import protocol

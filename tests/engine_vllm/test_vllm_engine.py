@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from tiers import examples
 from vllm_helpers import Reading, asking, attached, begun, swap
 
-from midstream.core.config import VllmSettings
+from midstream.core.server_settings import VllmSettings
 from midstream.core.types import TokenRecord
 from midstream.engine.base import EngineDied, StagingFailed
 from midstream.engine.vllm.arguments import TRANSFER_WORKER, WORKER

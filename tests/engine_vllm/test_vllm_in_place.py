@@ -16,8 +16,8 @@ from test_vllm_adapters import both_of, ours, publish
 from test_vllm_swap import labelled_right, wire_order
 from vllm_helpers import Reading, asking, attached, begun, in_a_loop
 
-from midstream.core.config import VllmSettings
 from midstream.core.errors import ConfigError
+from midstream.core.server_settings import VllmSettings
 from midstream.core.types import GenerateRequest
 from midstream.engine.base import EngineDied, StagingFailed, Tee, TransferFailed, TransferRefused
 from midstream.engine.servers.boot import ServerBoot

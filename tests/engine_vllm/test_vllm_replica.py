@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from fake_vllm import BLOCK, FakeVllm, until, write_model, write_weights
 
-from midstream.core.config import VllmSettings
+from midstream.core.server_settings import VllmSettings
 from midstream.core.types import Desired, Stage
 from midstream.engine.vllm import session_kv
 from midstream.engine.vllm import swap as swap_module

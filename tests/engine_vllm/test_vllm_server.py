@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 from stubserver import Fake, running, until
 
-from midstream.core.config import VllmSettings
 from midstream.core.errors import ConfigError
+from midstream.core.server_settings import VllmSettings
 from midstream.engine.servers import process as server_module
 from midstream.engine.servers.process import ServerFailed
 from midstream.engine.vllm.arguments import (
@@ -305,7 +305,7 @@ class TestEnd:
 REPLICA = """
 import asyncio, sys
 from pathlib import Path
-from midstream.core.config import VllmSettings
+from midstream.core.server_settings import VllmSettings
 from midstream.engine.vllm.server import VllmServer
 
 async def main():

@@ -9,7 +9,7 @@ import pytest
 from fake_vllm import LOAD, FakeVllm, until, write_adapter, write_weights
 from vllm_helpers import Reading, asking, attached, begun, swap
 
-from midstream.core.config import VllmSettings
+from midstream.core.server_settings import VllmSettings
 from midstream.engine.base import EngineDied
 from midstream.engine.servers.switching import LOAD_BYTES_PER_S, LOAD_S, load_s
 from midstream.engine.servers.watch import CPU_PROMPT_TOKENS_PER_S, STALLED, PendingWork, Silence

@@ -11,7 +11,7 @@ from typing import Any
 
 from fake_vllm import FakeRequest, FakeVllm, until, write_model, write_tensors, write_weights
 
-from midstream.core.config import VllmSettings
+from midstream.core.server_settings import VllmSettings
 from midstream.core.types import GenerateRequest, GenerationEvent, SamplingParams, SwapTiming, TokenRecord
 from midstream.engine.base import EngineDied
 from midstream.engine.vllm.engine import VllmEngine

@@ -9,8 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from midstream.core.config import EngineSettings, Settings, VllmSettings
+from midstream.core.config import EngineSettings, Settings
 from midstream.core.errors import ConfigError
+from midstream.core.server_settings import VllmSettings
 from midstream.engine.embedded.engine import EmbeddedEngine
 from midstream.engine.embedded.loading import checked_decoder
 from midstream.engine.vllm.engine import VllmEngine

@@ -36,7 +36,7 @@ from test_vllm_sampling_numbers import CLASSES, DENSE
 from vllm_bed import PYTHON, cmdline, started_at
 from vllm_streams import random_prompt
 
-from midstream.core.config import VllmSettings
+from midstream.core.server_settings import VllmSettings
 from midstream.core.types import GenerateRequest, SamplingParams, TokenRecord
 from midstream.engine.base import EngineDied, StagingFailed, StreamLost
 from midstream.engine.vllm.engine import VllmEngine

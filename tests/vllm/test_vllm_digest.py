@@ -14,7 +14,7 @@ from tiers import variant
 from vllm_bed import PYTHON
 from vllm_streams import random_prompt
 
-from midstream.core.config import VllmSettings
+from midstream.core.server_settings import VllmSettings
 from midstream.core.types import GenerateRequest, SamplingParams
 from midstream.engine.vllm.engine import VllmEngine
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from vllm_bed import DEADLINE_S, POLL_S, PYTHON
 from vllm_streams import random_prompt
 
-from midstream.core.config import VllmSettings
+from midstream.core.server_settings import VllmSettings
 from midstream.core.types import GenerateRequest, SamplingParams
 from midstream.engine.vllm.engine import VllmEngine
 from midstream.http.call import call

@@ -23,8 +23,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCau
 from vllm_bed import PYTHON, skip_without_ranks
 from vllm_streams import random_prompt
 
-from midstream.core.config import VllmSettings
 from midstream.core.masks import kept_ids
+from midstream.core.server_settings import VllmSettings
 from midstream.core.types import GenerateRequest, SamplingParams, TokenRecord
 from midstream.engine.embedded.constraint import Constraints
 from midstream.engine.step import near_tie

@@ -16,13 +16,13 @@ from msgspec import Meta
 from midstream.core.errors import ConfigError
 from midstream.core.key_settings import KeySettings, key_checks
 from midstream.core.logs import LogFormat
+from midstream.core.server_settings import SglangSettings, VllmSettings
 from midstream.core.setting_types import (
     NAME_EXPECTED,
     NAME_PATTERN,
     SIZE_EXPECTED,
     SIZE_PATTERN,
     SIZE_UNITS,
-    Backend,
     BaseModel,
     Count,
     CountOrZero,
@@ -32,10 +32,8 @@ from midstream.core.setting_types import (
     Positive,
     Seconds,
     Size,
-    VllmUrl,
     Weight,
 )
-from midstream.core.sglang_settings import SglangSettings
 
 EngineKind = Literal["embedded", "vllm", "sglang"]
 Dtype = Literal["bfloat16", "float32"]
@@ -194,32 +192,6 @@ class TinkerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     full_every: Count = 20
     # Adapters of LoRA runs that are loaded at once. 0: runs are merged into whole snapshots, which serve one at a time.
     adapters_max: CountOrZero = 32
-
-
-class VllmSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """vLLM servers behind the replicas, with engine = "vllm"."""
-
-    # Interpreter of the environment that vLLM is installed in. None means this process's own.
-    python: str | None = None
-    # Arguments of each vLLM server. They follow those that midstream gives.
-    args: tuple[str, ...] = ()
-    # Environment variables of each vLLM server, beside this process's own.
-    env: dict[str, str] = {}
-    # Running servers to attach to instead of starting them, one per replica, in their order: http://HOST:PORT.
-    urls: tuple[VllmUrl, ...] = ()
-    # Of each replica that `midstream serve` starts on this machine, by its number; 0: each sees all.
-    gpus: CountOrZero = 0
-    # A server that does not answer by then is given up.
-    load_s_max: Positive = 1800.0
-    # If the engine neither samples nor answers for so long, the server hangs and is replaced. It answers between two steps.
-    silence_s_max: Positive = 8.0
-    # Requests inside a replica. A further one is a 429.
-    max_waiting: Count = 4096
-    # Backend of vLLM's own weight transfer, such as nccl, by which trainers write weights into the servers. gloo is midstream's
-    # own, for CPUs. Without a backend, a receiver beside each server takes them.
-    weight_transfer: Backend = ""
-    # Workers load a snapshot beside the weights that serve, where memory is free for both. The pause of a swap is short then.
-    stage_weights: bool = True
 
 
 class RaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from midstream.core import extras
-from midstream.core.config import SERVER_NAMES, Settings, VllmSettings, parse_size
+from midstream.core.config import SERVER_NAMES, Settings, parse_size
 from midstream.core.errors import ConfigError
-from midstream.core.sglang_settings import SglangSettings
+from midstream.core.server_settings import ServerSettings
 from midstream.engine.base import Engine
 from midstream.launch.specs import ReplicaSpec
 from midstream.replica.pins import Residency
@@ -118,7 +118,7 @@ def check_installed(settings: Settings) -> None:
         )
 
 
-def _has(package: str, settings: VllmSettings | SglangSettings) -> bool:
+def _has(package: str, settings: ServerSettings) -> bool:
     """True if the interpreter for the servers can import the package. Raises ConfigError when it cannot be run."""
     python = settings.python or sys.executable
     code = f"import importlib.util, sys; sys.exit(importlib.util.find_spec('{package}') is None)"

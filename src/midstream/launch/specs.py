@@ -13,9 +13,8 @@ from midstream.core.config import (
     PushSettings,
     SwapOrder,
     TracingSettings,
-    VllmSettings,
 )
-from midstream.core.sglang_settings import SglangSettings
+from midstream.core.server_settings import SglangSettings, VllmSettings
 from midstream.core.supervision import ChildSpec
 
 

@@ -18,12 +18,13 @@ import socket
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any
 from urllib.parse import urlsplit
 
 import msgspec
 
 from midstream.core.http_answer import NotThatAnswer
+from midstream.core.server_settings import ServerSettings
 from midstream.engine.servers import keeper
 from midstream.http.call import CallFailed, NotListening, call
 
@@ -63,19 +64,6 @@ class _Report(msgspec.Struct, frozen=True):
     pid: int | None = None
     error: str | None = None
     code: int | None = None
-
-
-class ServerSettings(Protocol):
-    """What every server's settings have: the interpreter of its environment, and how long it may take and be silent."""
-
-    @property
-    def python(self) -> str | None: ...
-
-    @property
-    def load_s_max(self) -> float: ...
-
-    @property
-    def silence_s_max(self) -> float: ...
 
 
 class ServerProcess(abc.ABC):

@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 
 from midstream.core.kv import KvStats
-from midstream.core.sglang_settings import SglangSettings
+from midstream.core.server_settings import SglangSettings
 from midstream.core.types import (
     BASE_SNAPSHOT,
     GenerateRequest,

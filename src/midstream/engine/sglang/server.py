@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from midstream.core.sglang_settings import SglangSettings
+from midstream.core.server_settings import SglangSettings
 from midstream.engine.servers.process import ServerProcess
 from midstream.engine.sglang.arguments import by_priority, command_line, environment, missing
 

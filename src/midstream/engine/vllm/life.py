@@ -17,7 +17,7 @@ from pathlib import Path
 
 import msgspec
 
-from midstream.core.config import VllmSettings
+from midstream.core.server_settings import VllmSettings
 from midstream.core.types import (
     BASE_SNAPSHOT,
     GenerateRequest,

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from midstream.core.config import VllmSettings
+from midstream.core.server_settings import VllmSettings
 from midstream.engine.servers.process import ServerProcess
 from midstream.engine.vllm.arguments import (
     NO_LORA,

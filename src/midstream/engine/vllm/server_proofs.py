@@ -11,7 +11,7 @@ from abc import abstractmethod
 from functools import partial
 from pathlib import Path
 
-from midstream.core.config import VllmSettings
+from midstream.core.server_settings import VllmSettings
 from midstream.engine.servers.boot import ServerBoot
 from midstream.engine.servers.engine import ServedEngine
 from midstream.engine.servers.labels import Epochs
