@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 import msgspec
+from simkinds import HistoryKind
 
 from midstream.core.reports import Reported
 from midstream.core.types import Desired
@@ -476,22 +477,19 @@ PLANTED: dict[str, Callable[[], None]] = {
     if name.startswith("_") and getattr(plant, "__module__", "") == __name__
 }
 
-#: Of the plants, those that only histories of `--pushes` find, as those strike amid pushes.
-IN_PUSHES = frozenset(
-    (
-        "lost_commits_are_dropped",
-        "fenced_replicas_serve_half_an_update",
-        "fenced_replicas_keep_their_weights",
-        "engines_compute_between_start_and_commit",
-        "uncertain_weights_serve",
-    )
-)
-#: And those that only histories of `--rebases` find.
-IN_REBASES = frozenset(("rebases_write_the_parent",))
-#: And those that only histories of `--agents` find.
-IN_AGENTS = frozenset(
-    ("ends_free_nothing", "turns_are_let_in_twice", "who_waits_is_never_woken", "a_choice_is_free")
-)
+#: Of those that no plain history finds, the kind that does.
+FOUND_IN = {
+    "lost_commits_are_dropped": HistoryKind.PUSHES,
+    "fenced_replicas_serve_half_an_update": HistoryKind.PUSHES,
+    "fenced_replicas_keep_their_weights": HistoryKind.PUSHES,
+    "engines_compute_between_start_and_commit": HistoryKind.PUSHES,
+    "uncertain_weights_serve": HistoryKind.PUSHES,
+    "rebases_write_the_parent": HistoryKind.REBASES,
+    "ends_free_nothing": HistoryKind.AGENTS,
+    "turns_are_let_in_twice": HistoryKind.AGENTS,
+    "who_waits_is_never_woken": HistoryKind.AGENTS,
+    "a_choice_is_free": HistoryKind.AGENTS,
+}
 #: A seed that finds it, and what it then says; `simulate.py --prove` looks for other seeds where that one does not any more.
 FOUND_AT = {
     "namespace_kept": (0, "is reused under"),

@@ -22,6 +22,7 @@ from simagents import AGENTS, Agents, check_books, empty_after_silence
 from simagents import kinds as agent_kinds
 from simclient import Broken, Oracle, Rollout, Wrong, exchange
 from simdisk import Trouble as DiskTrouble
+from simkinds import HistoryKind
 from simloop import HistoryTooLong
 from simpolicies import Policies, kinds
 from simprocess import Process
@@ -80,19 +81,8 @@ class Plan:
     agents: int = 0
 
 
-def plan_of(
-    seed: int, *, pushes: bool = False, rebases: bool = False, agents: bool = False, leaves: bool = False
-) -> Plan:
-    """pushes: all of them push, and somebody is struck in a phase of a push. rebases: there are more deltas, and each chain of
-    one or two of them is long. agents: beside the other clients, some whose sessions do not fit into the caches. leaves:
-    machines of replicas are taken away on a notice, and come back."""
-    if rebases:
-        return _plan_of_rebases(seed)
-    if agents:
-        return _plan_of_agents(seed)
-    if leaves:
-        return _plan_of_leaves(seed)
-    return _plan_of_pushes(seed) if pushes else _plan(seed)
+def plan_of(seed: int, kind: HistoryKind = HistoryKind.PLAIN) -> Plan:
+    return _PLANS[kind](seed)
 
 
 def _plan_of_rebases(seed: int) -> Plan:
@@ -253,6 +243,15 @@ def _value(kind: str, rng: random.Random) -> Any:
     return None
 
 
+_PLANS = {
+    HistoryKind.PLAIN: _plan,
+    HistoryKind.PUSHES: _plan_of_pushes,
+    HistoryKind.REBASES: _plan_of_rebases,
+    HistoryKind.AGENTS: _plan_of_agents,
+    HistoryKind.LEAVES: _plan_of_leaves,
+}
+
+
 @dataclass
 class Outcome:
     seed: int
@@ -273,14 +272,10 @@ class History:
         model_dir: Path,
         weights: Weights,
         left_out: Collection[int] = (),
-        *,
-        pushes: bool = False,
-        rebases: bool = False,
-        agents: bool = False,
-        leaves: bool = False,
+        kind: HistoryKind = HistoryKind.PLAIN,
     ) -> None:
         self.seed = seed
-        self.plan = plan_of(seed, pushes=pushes, rebases=rebases, agents=agents, leaves=leaves)
+        self.plan = plan_of(seed, kind)
         self._left_out = frozenset(left_out)
         self.world = World(seed, model_dir)
         self.world.ranks = self.plan.ranks
@@ -299,7 +294,9 @@ class History:
         self._policies = Policies(PORT, self.world, BUCKET, weights, self._say, seed)
         self._agents = Agents(PORT, self.world, seed, self._count)
         limits = self.plan.settings.get("push", PushSettings())
-        strikes = Strikes(self.world, self._say, self._upset, self._disturb) if pushes else None
+        strikes = None
+        if kind is HistoryKind.PUSHES:
+            strikes = Strikes(self.world, self._say, self._upset, self._disturb)
         self._strikes = strikes
         self.world.on_fence = self._fenced
         given = (PORT, self.world, BUCKET, weights, self.oracle, limits, seed, self._say, self._kill_amid)

@@ -29,6 +29,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from simkinds import WORDS, HistoryKind
+
 if TYPE_CHECKING:
     from simtrainer import Weights
 
@@ -132,25 +134,12 @@ _ADDR_NO_RANDOMIZE = 0x0040000
 
 @dataclass(frozen=True)
 class Bed:
-    """What every history of a run is made from. plant: the name of a planted fault. pushes, rebases, agents, leaves: as of
-    plan_of."""
+    """What every history of a run is made from. plant: the name of a planted fault."""
 
     directory: Path
     weights: Weights
     plant: str | None = None
-    pushes: bool = False
-    rebases: bool = False
-    agents: bool = False
-    leaves: bool = False
-
-    @property
-    def kind(self) -> dict[str, bool]:
-        return {
-            "pushes": self.pushes,
-            "rebases": self.rebases,
-            "agents": self.agents,
-            "leaves": self.leaves,
-        }
+    kind: HistoryKind = HistoryKind.PLAIN
 
 
 def run_one(bed: Bed, seed: int, left_out: tuple[int, ...] = ()) -> dict[str, Any]:
@@ -241,7 +230,7 @@ def _history(bed: Bed, seed: int, left_out: tuple[int, ...]) -> dict[str, Any]:
         PLANTED[bed.plant]()
     # The process ends with its history: what it leaves is not worth a search for cycles, a tenth of the time.
     gc.disable()
-    history = History(seed, bed.directory, bed.weights, left_out, **bed.kind)
+    history = History(seed, bed.directory, bed.weights, left_out, bed.kind)
     return vars(history.run())
 
 
@@ -250,7 +239,7 @@ def smaller(bed: Bed, seed: int) -> list[int]:
     from simhistory import plan_of
 
     out: list[int] = []
-    for number in reversed(range(len(plan_of(seed, **bed.kind).entries))):
+    for number in reversed(range(len(plan_of(seed, bed.kind).entries))):
         if run_one(bed, seed, (*out, number))["wrong"]:
             out.append(number)
     return sorted(out)
@@ -280,7 +269,7 @@ def report(bed: Bed, seeds: Sequence[int], processes: int, keep_going: bool, str
                 break
     for what, count in sorted(counts.items()):
         print(f"{count:8} {what}")
-    if bed.pushes:
+    if bed.kind is HistoryKind.PUSHES:
         print(table(counts))
     print(f"{tokens} tokens checked, {simulated:.0f} s simulated in {time.monotonic() - begun:.0f} s")
     if not bad:
@@ -290,7 +279,7 @@ def report(bed: Bed, seeds: Sequence[int], processes: int, keep_going: bool, str
         )
         return 0 if whole else 1
     seed = min(bad)
-    out, mode = smaller(bed, seed), "".join(f" --{kind}" for kind, given in bed.kind.items() if given)
+    out, mode = smaller(bed, seed), "" if bed.kind is HistoryKind.PLAIN else f" --{bed.kind.value}"
     again = f"{sys.argv[0]}{mode} --seed {seed} --without {' '.join(map(str, out))}"
     print(f"wrong: {sorted(bad)}. The smallest of seed {seed}: {again}")
     found = run_one(bed, seed, tuple(out))
@@ -300,7 +289,7 @@ def report(bed: Bed, seeds: Sequence[int], processes: int, keep_going: bool, str
 
 def prove(bed: Bed, among: Sequence[int], processes: int) -> int:
     """Plants each fault in turn, or those of `bed` alone, and says which seed finds it first; the exit code."""
-    from planted import FOUND_AT, IN_AGENTS, IN_PUSHES, IN_REBASES, PLANTED
+    from planted import FOUND_AT, FOUND_IN, PLANTED
 
     missed = 0
     for name in PLANTED if bed.plant is None else bed.plant.split(","):
@@ -308,8 +297,8 @@ def prove(bed: Bed, among: Sequence[int], processes: int) -> int:
         seed, words = FOUND_AT.get(name, (among[0], ""))
         seeds = [seed, *among]
         histories = ((seed, ()) for seed in seeds)
-        kind = {"pushes": name in IN_PUSHES, "rebases": name in IN_REBASES, "agents": name in IN_AGENTS}
-        planted = dataclasses.replace(bed, plant=name, **kind)
+        kind = FOUND_IN.get(name, bed.kind)
+        planted = dataclasses.replace(bed, plant=name, kind=kind)
         outcomes = run_many(planted, histories, processes)
         said_wrong = ((one["seed"], wrong) for one in outcomes for wrong in one["wrong"])
         found = next((one for one in said_wrong if words in one[1]), None)
@@ -330,24 +319,12 @@ def main() -> int:
     parser.add_argument("--seed", type=int, help="one history, with all that happened in it")
     parser.add_argument("--without", type=int, nargs="*", default=[], help="entries of its plan to leave out")
     parser.add_argument("--plant", help="a fault of planted.py to put into the production code")
-    parser.add_argument(
-        "--pushes",
-        action="store_true",
-        help="histories of pushes, with kills and stalls in each phase of them",
-    )
+    kinds = parser.add_mutually_exclusive_group()
+    for kind, words in WORDS.items():
+        kinds.add_argument(f"--{kind.value}", dest="kind", action="store_const", const=kind, help=words)
+    parser.set_defaults(kind=HistoryKind.PLAIN)
     parser.add_argument(
         "--strikes", type=int, default=0, help="end behind so many kills and stalls of pushes"
-    )
-    parser.add_argument(
-        "--rebases", action="store_true", help="histories of long chains of deltas, which are rebased"
-    )
-    parser.add_argument(
-        "--agents",
-        action="store_true",
-        help="histories with agents, whose sessions wait for room in KV caches",
-    )
-    parser.add_argument(
-        "--leaves", action="store_true", help="histories in which replicas are asked to leave, and come back"
     )
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     parser.add_argument(
@@ -371,8 +348,7 @@ def main() -> int:
     os.environ |= {"AWS_ACCESS_KEY_ID": "sim", "AWS_SECRET_ACCESS_KEY": "simulated", "AWS_REGION": "sim"}
     with tempfile.TemporaryDirectory() as place:
         made = model_and_weights(arguments.bed or Path(place))
-        kinds = (arguments.pushes, arguments.rebases, arguments.agents, arguments.leaves)
-        bed = Bed(*made, arguments.plant, *kinds)
+        bed = Bed(*made, arguments.plant, arguments.kind)
         # Before the forks.
         import planted  # noqa: F401
 
