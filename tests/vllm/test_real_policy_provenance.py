@@ -15,8 +15,8 @@ from dense_models import write_dense
 from kv_claims import judge
 from msgspec.structs import replace
 from recompute import Recomputer
-from test_vllm_provenance import BESIDE, TOKENS_MIN, TOLERANCE, Storm
-from test_vllm_provenance import POLICIES as CACHES
+from test_real_provenance import BESIDE, TOKENS_MIN, TOLERANCE, Storm
+from test_real_provenance import POLICIES as CACHES
 from test_vllm_sampling_numbers import Served, engine_of
 from vllm_bed import BLOCK, load, needs_provenance
 
