@@ -36,6 +36,7 @@ from midstream.core.server_settings import VllmSettings
 from midstream.core.types import EngineStats, GenerationEvent, ModelInfo, TokenRecord
 from midstream.engine.embedded import engine as embedded
 from midstream.engine.embedded import protocol
+from midstream.engine.servers import engine as served
 from midstream.engine.servers.model import Shape
 from midstream.engine.vllm import engine as vllm
 from midstream.http.call import ResponseStream
@@ -138,7 +139,7 @@ class VllmPlayed(vllm.VllmEngine):
         self._chunks = chunks
         self._step = 0
         self._responses: list[ResponseStream] = []
-        vllm.open_stream = self._open  # type: ignore[assignment]
+        served.open_stream = self._open  # type: ignore[assignment]
 
     async def start(self) -> ModelInfo:
         self._shape = Shape(INFO.vocab_size, 2, (), 0, 0, INFO.eos_token_ids, 0)

@@ -14,7 +14,8 @@ from fake_vllm import FakeVllm, until, weights_of, write_weights
 from vllm_helpers import asking, attached, begun
 
 from midstream.engine.base import StagingFailed
-from midstream.engine.servers.switching import NotExact, ServerRefused
+from midstream.engine.servers.control import ServerRefused
+from midstream.engine.servers.switching import NotExact
 from midstream.engine.vllm import server_proofs
 from midstream.engine.vllm.arguments import WORKER
 from midstream.engine.vllm.beside import CannotStage, WorkerWeights, prove_staging

@@ -18,7 +18,7 @@ from fake_vllm import FakeVllm
 from vllm_helpers import asking, attached, begun, in_a_loop, swap
 
 from midstream.engine.base import StagingFailed
-from midstream.engine.servers.switching import ServerRefused
+from midstream.engine.servers.control import ServerRefused
 from midstream.engine.vllm import digest as module
 from midstream.engine.vllm.arguments import WORKER_DIR
 from midstream.http.call import CallFailed

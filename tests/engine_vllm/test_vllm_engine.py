@@ -250,7 +250,7 @@ def test_what_arrived_before_a_choice_was_ended_is_not_told_after(tmp_path: Path
 def test_a_choice_that_is_ended_while_it_connects_is_not_left_running(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from midstream.engine.vllm import engine as module
+    from midstream.engine.servers import engine as module
 
     connect, connected = module.open_stream, asyncio.Event()
 
@@ -716,7 +716,7 @@ def test_a_client_that_leaves_while_it_connects_leaves_nothing_running(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also in the very step in which the connection is there."""
-    from midstream.engine.vllm import engine as module
+    from midstream.engine.servers import engine as module
 
     connect, readings = module.open_stream, []
 

@@ -11,7 +11,7 @@ from vllm_helpers import Reading, asking, attached, begun, swap
 
 from midstream.core.server_settings import VllmSettings
 from midstream.engine.base import EngineDied
-from midstream.engine.servers.switching import LOAD_BYTES_PER_S, LOAD_S, load_s
+from midstream.engine.servers.control import LOAD_BYTES_PER_S, LOAD_S, load_s
 from midstream.engine.servers.watch import CPU_PROMPT_TOKENS_PER_S, STALLED, PendingWork, Silence
 
 # Each waits for a silence of the real clock.
@@ -174,7 +174,7 @@ def test_a_swap_of_a_hung_engine_ends(tmp_path: Path, step: str, monkeypatch: py
             await engine.stage("step-1", write_weights(tmp_path / "step-1", 1))
             fake.before[paths[step]] = lambda: hung(fake)
             fake.fault(paths[step], "hang")
-            monkeypatch.setattr("midstream.engine.servers.switching.LOAD_S", 0.5)
+            monkeypatch.setattr("midstream.engine.servers.control.LOAD_S", 0.5)
             with pytest.raises(EngineDied):
                 await engine.commit("step-1")
             fake.hung = False
@@ -256,7 +256,7 @@ def test_an_adapter_is_loaded_behind_a_step_that_takes_longer_than_the_load_may(
 ) -> None:
     async def main() -> None:
         async with attached(tmp_path, places=4, silence_s_max=4.0) as (engine, fake):
-            monkeypatch.setattr("midstream.engine.servers.switching.LOAD_S", 0.1)
+            monkeypatch.setattr("midstream.engine.servers.control.LOAD_S", 0.1)
             fake.gates[LOAD] = step = asyncio.Event()
             staging = asyncio.create_task(engine.slot("p").stage("a", write_adapter(tmp_path / "a", 3)))
             await until(lambda: staging.done() or engine.silent_s() > 0.5, "longer than a load may take")

@@ -17,7 +17,7 @@ from simstrikes import own_process
 
 from midstream.core.transfer import STORE_PREFIX
 from midstream.engine.servers.boot import ServerBoot
-from midstream.engine.servers.switching import ServerRefused
+from midstream.engine.servers.control import ServerRefused
 from midstream.engine.vllm.in_place import CLOSE_TEE, INIT, OPEN_TEE, SHUTDOWN, UPDATE, VllmInPlace
 from midstream.http.call import CallFailed
 from midstream.snapshots.layout import WEIGHTS_FILE

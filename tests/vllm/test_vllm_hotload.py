@@ -24,10 +24,10 @@ from vllm_streams import Stream, coming, expected_logprobs, kept_up, on_their_wa
 from midstream.client import SnapshotFailed, SnapshotPublisher
 from midstream.core.types import GenerateRequest, SamplingParams
 from midstream.engine.base import StagingFailed
+from midstream.engine.servers.process import NAME
 from midstream.engine.servers.switching import Unchanged, switch
 from midstream.engine.vllm import protocol
 from midstream.engine.vllm.beside import WorkerWeights
-from midstream.engine.vllm.life import NAME
 from midstream.engine.vllm.swap import Control
 
 STREAMS = 32

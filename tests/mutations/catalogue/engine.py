@@ -497,7 +497,7 @@ ENGINE = (
     ),
     Mutation(
         "vllm_cache_of_failed_weights_goes_on",
-        "engine/vllm/engine.py",
+        "engine/servers/engine.py",
         "            if self._proving.spoilt:",
         "            if False:",
         "A vLLM server whose weights failed their check is started anew before it serves others.",

@@ -1,9 +1,8 @@
-"""What engines over a server have in common: the requests inside it, its doubts and its end.
+"""What engines over a server have in common: the requests inside it, and its switches.
 
-A boot is the time from a successful `start` to the end of the server.
 Always holds:
-- An event that leaves the serving weights in doubt ends the boot, so that the replica starts over.
-- When a boot ends, every request and call under way ends with EngineDied, and nothing more is sent to its server.
+- Every token is labelled with the weights that sampled it (labels.py).
+- Requests see nothing of weights before these passed their check (proving.py).
 - A choice without a token that may find KV that is too old after a switch is sent again.
 """
 
@@ -11,61 +10,59 @@ from __future__ import annotations
 
 import abc
 import asyncio
-import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
-from typing import Protocol
+import time
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Collection,
+    Coroutine,
+    Iterable,
+    Iterator,
+    Sequence,
+)
+from contextlib import asynccontextmanager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
 from midstream.core.kv import KvStats
-from midstream.core.types import EngineStats, GenerateRequest, GenerationEvent, TokenRecord
-from midstream.engine.base import AtOnce, Engine, EngineDied
-from midstream.engine.servers.boot import ServerBoot
-from midstream.engine.servers.labels import Epochs
-from midstream.engine.servers.process import ServerProcess
-from midstream.engine.servers.proving import Proving, WeightsStanding
-from midstream.engine.servers.requests import ChoiceStream, ServerRequest, finished
-from midstream.engine.servers.switching import ServerRefused, Switched
-from midstream.engine.servers.watch import POLL_S, PendingWork, Watch
-from midstream.http.call import CallFailed
+from midstream.core.server_settings import ServerSettings
+from midstream.core.types import EngineStats, GenerateRequest, GenerationEvent, SwapTiming, TokenRecord
+from midstream.engine.base import AtOnce, EngineDied, StagingFailed
+from midstream.engine.servers.control import ServerRefused
+from midstream.engine.servers.life import ServerLife
+from midstream.engine.servers.process import NAME, ServerProcess
+from midstream.engine.servers.proving import WeightsStanding
+from midstream.engine.servers.requests import ChoiceStream, ServedWeights, ServerRequest, finished
+from midstream.engine.servers.scoring import PromptScorer, WrongWeights
+from midstream.engine.servers.switching import NotExact, StagedFiles, Unchanged, score
+from midstream.http.call import CallFailed, open_stream
 
-logger = logging.getLogger(__name__)
+CONNECT_S_MAX = 30.0
 
-#: For an answer that says that the server lives, after a connection was lost.
-HEALTH_S_MAX = 5.0
-#: For an answer of the server's API process alone.
-ANSWER_S_MAX = 10.0
-#: The most prompt tokens of one step, unless a prompt may be longer.
-STEP_TOKENS = 8192
+S = TypeVar("S", bound=StagedFiles)
+#: What the files of a commit are, and which names have other weights by it (Slot.announce).
+Announced = tuple[str, tuple[tuple[str, str], ...]]
 
 
-class ServerControl(Switched, Protocol):
-    async def version(self, timeout_s: float) -> str | None:
-        """The version of the weights, as the server reports it."""
+class ServedEngine(ServerLife, Generic[S]):
+    """S: what it stages."""
 
+    #: Where the server takes choices.
+    PATH = ""
 
-class ServedEngine(Engine):
-    _attached: bool
-    _server: ServerProcess
-    _boot: ServerBoot
-    _watch: Watch
-    _control: ServerControl
-    _epochs: Epochs
-    _requests: dict[str, ServerRequest]
-    _proving: Proving
-    # Set while it computes.
-    _computing: asyncio.Event
-    _counts: dict[str, int]
     # How large its KV cache is, if it says so.
     _kv_cache = KvStats()
-    # The weight version that a running commit brings.
-    _coming_version: str | None = None
-    _death: Callable[[str], Awaitable[None]] | None = None
+    # Of the next commit.
+    _announced: Announced = ("", ())
 
-    @abc.abstractmethod
-    def _generate(
-        self, request: GenerateRequest, at_once: AtOnce | None
-    ) -> AsyncIterator[GenerationEvent]: ...
+    def __init__(
+        self, model_dir: Path, settings: ServerSettings, server: ServerProcess, *, attached: bool
+    ) -> None:
+        super().__init__(model_dir, settings, server, attached=attached)
+        self._counts = {"prompt_tokens": 0, "cached_prompt_tokens": 0, "generated_tokens": 0}
 
     @abc.abstractmethod
     async def _begin(self, run: ServerRequest, index: int, prompt: tuple[TokenRecord, ...] | None) -> None:
@@ -76,12 +73,28 @@ class ServedEngine(Engine):
         """The request's salt for the server, and whether all KV cached under it is of the weights that it runs under."""
 
     @abc.abstractmethod
-    async def _check_finite(self, reason: str) -> None:
-        """Raises EngineDied when the server computes no finite numbers for a prompt of ours either."""
+    def _scorer_of(self, weights: ServedWeights) -> PromptScorer:
+        """Of requests' prompts, and of checks."""
+
+    @abc.abstractmethod
+    def _staged(self) -> S | None: ...
+
+    @abc.abstractmethod
+    async def _switch(self, staged: S, announced: Announced) -> int:
+        """Switch to what was staged, and return how many choices crossed the switch. Raises StagingFailed, EngineDied."""
+
+    @abc.abstractmethod
+    async def _renew(self) -> None:
+        """Restart the server, as its weights failed their check. Raises EngineDied if that ends the boot."""
 
     @property
-    def pid(self) -> int | None:
-        return self._server.pid
+    def _own(self) -> ServedWeights:
+        return ServedWeights(NAME, self._epochs)
+
+    @contextmanager
+    def _weights_of(self, request: GenerateRequest) -> Iterator[ServedWeights | str]:
+        """What a request runs under while it is inside, or why it cannot."""
+        yield self._own
 
     def generate(
         self, request: GenerateRequest, at_once: AtOnce | None = None
@@ -97,9 +110,50 @@ class ServedEngine(Engine):
 
         return self._generate(request, counted)
 
-    @abc.abstractmethod
+    async def _generate(
+        self, request: GenerateRequest, at_once: AtOnce | None
+    ) -> AsyncIterator[GenerationEvent]:
+        self._boot.check()
+        if (problem := self.refuses(request)) is not None:
+            yield GenerationEvent(error=problem)
+            return
+        with self._weights_of(request) as weights:
+            if isinstance(weights, str):
+                yield GenerationEvent(error=weights)
+                return
+            run = self._requests[request.request_id] = ServerRequest(request, weights, at_once)
+            try:
+                self._proving.begins(run)
+                await self._begin_all(run)
+                while (event := await run.next()) is not None:
+                    choice = run.choices.get(event.index)
+                    if event.error is not None and choice is not None and choice.labels_wrong:
+                        await self._check_alive(event.error)
+                    self._count(request, event)
+                    yield event
+            finally:
+                self._requests.pop(request.request_id, None)
+                run.close()
+
     async def _score(self, run: ServerRequest) -> tuple[TokenRecord, ...] | str:
         """The records of the prompt, or the reason why there are none."""
+        run.scoring = len(run.request.prompt)
+        try:
+            async with self._checking() if run.request.urgent else nullcontext():
+                scoring = self._scorer_of(run.weights).score(run.request, self._salt(run)[0])
+                return await self._boot.while_alive(scoring)
+        except (CallFailed, WrongWeights) as error:
+            reason = f"{self._server.WHO} did not score the prompt: {error}"
+            await self._check_alive(reason)
+            return reason
+        finally:
+            run.scoring = 0
+
+    @asynccontextmanager
+    async def _checking(self) -> AsyncIterator[None]:
+        """What is urgent is computed in it."""
+        await self.until_computing()
+        yield
 
     async def _begin_all(self, run: ServerRequest) -> None:
         request = run.request
@@ -118,6 +172,28 @@ class ServedEngine(Engine):
             else:
                 await self._begin(run, index, prompt)
 
+    async def _send(self, run: ServerRequest, index: int, choice: ChoiceStream, data: bytes) -> None:
+        """Have the server compute a choice. data: the body that asks for it."""
+        choice.on_tokens = self._watch.token
+        choice.on_error = lambda: self._ended(run, choice, None)
+        run.choices[index] = choice
+        server = self._server
+
+        async def connect() -> None:
+            choice.response = await open_stream(
+                server.url, "POST", self.PATH, data, choice.on_body, CONNECT_S_MAX, server.headers
+            )
+            if choice.over:
+                # It was ended or begun again meanwhile.
+                choice.response.abort()
+            choice.response.ended.add_done_callback(lambda ended: self._ended(run, choice, ended.result()))
+
+        try:
+            await self._boot.while_alive(connect())
+        except CallFailed as error:
+            await self._check_alive(str(error))
+            choice.fail(f"{server.WHO} did not take the request: {error}")
+
     def _ended(self, run: ServerRequest, choice: ChoiceStream, reason: str | None) -> None:
         if choice.over:
             return
@@ -133,6 +209,24 @@ class ServedEngine(Engine):
         if choice.not_finite and self._proving.standing is WeightsStanding.PROVED:
             await self._check_finite(reason)
         choice.ended(reason)
+
+    async def _check_finite(self, reason: str) -> None:
+        """Raises EngineDied when the server computes no finite numbers for a prompt of ours either.
+
+        Its KV cache holds others then: a server does not clear blocks that it uses again. Else the request alone is to blame.
+        """
+        try:
+            async with self._checking():
+                await self._boot.while_alive(score(self._scorer_of(self._own), *self._sizes))
+        except NotExact as error:
+            self._give_up_spoilt(f"{error}; {reason}")
+            raise EngineDied(str(error)) from error
+        except (CallFailed, WrongWeights) as error:
+            await self._check_alive(str(error))
+
+    def _give_up_spoilt(self, reason: str) -> None:
+        """End the boot, as the KV cache may hold numbers that are not finite."""
+        self._give_up(reason)
 
     def _start_task(
         self, run: ServerRequest, name: str, work: Callable[..., Awaitable[None]], *args: object
@@ -180,6 +274,60 @@ class ServedEngine(Engine):
                     choice.switched()
         return crossed
 
+    def announce(self, files: str, overwritten: Sequence[tuple[str, str]]) -> None:
+        self._announced = files, tuple(overwritten)
+
+    async def commit(self, snapshot: str) -> SwapTiming:
+        announced, self._announced = self._announced, ("", ())
+        async with self._control_lock:
+            self._boot.check()
+            staged = self._staged()
+            if staged is None or staged.snapshot != snapshot:
+                raise StagingFailed(f"snapshot {snapshot!r} is not staged")
+            if self._proving.spoilt:
+                await self._renew()
+            started = time.perf_counter()
+            try:
+                crossed = await self._switch(staged, announced)
+            finally:
+                self.drop_staged()
+            self._serving_dir = staged.directory
+            pause_ms = (time.perf_counter() - started) * 1e3
+            return SwapTiming(snapshot=snapshot, pause_ms=pause_ms, streams_crossed=crossed)
+
+    def settle(self, snapshot: str, *, sound: bool) -> None:
+        self._proving.settle(snapshot, sound=sound)
+
+    def _begin_epoch(self, snapshot: str, announced: Announced) -> int:
+        """Begin the epoch of `snapshot`, and return how many choices continue in it."""
+        self._epochs.begin(snapshot, *announced)
+        self._rebased([name for name, _ in announced[1]])
+        self._proving.switched(snapshot)
+        return self._cross_all(list(self._requests.values()))
+
+    def _rebased(self, overwritten: Collection[str]) -> None:
+        """The own weights have begun an epoch. overwritten: names that mean other weights by it."""
+
+    async def _carry_out(self, switching: Coroutine[Any, Any, None], what: str) -> None:
+        """Raises StagingFailed if what served serves on, EngineDied."""
+        try:
+            await self._boot.while_alive(switching)
+            self._switched()
+        except Unchanged as error:
+            self._switched()
+            raise StagingFailed(str(error)) from error
+        except (CallFailed, ServerRefused, asyncio.CancelledError) as error:
+            reason = f"the switch to {what} left {self._server.WHO} in doubt: {str(error) or 'cancelled'}"
+            self._give_up(reason)
+            if isinstance(error, asyncio.CancelledError):
+                raise
+            raise EngineDied(reason) from error
+        finally:
+            self._coming_version = None
+
+    def _switched(self) -> None:
+        """A switch is over, and what serves is known."""
+
     def stats(self) -> EngineStats:
         choices = [c for run in self._requests.values() for c in run.choices.values() if not c.over]
         running = sum(choice.labels.count > 0 for choice in choices)
@@ -197,98 +345,6 @@ class ServedEngine(Engine):
     def _kv_stats(self, contexts: Iterable[int]) -> KvStats:
         """contexts: tokens of each request that is computed now."""
         return used_by(self._kv_cache, contexts)
-
-    async def _check_alive(self, reason: str) -> None:
-        """Raises EngineDied if the server is gone, or is no longer the one that was given its weights.
-
-        Otherwise `reason` concerns one request alone.
-        """
-        self._boot.check()
-        problem = await self._problem()
-        self._boot.check()
-        if problem is not None:
-            self._end_boot(f"{problem}: {reason}")
-            raise EngineDied(f"{problem}: {reason}")
-
-    async def _problem(self) -> str | None:
-        """What is wrong with the server, if anything is."""
-        status = await self._server.health(HEALTH_S_MAX)
-        if status != 200:
-            who = self._server.WHO
-            return (
-                f"{who} is gone ({self._server.LIVES} answers {status})" if status > 0 else f"{who} is gone"
-            )
-        return await self._other_weights()
-
-    async def _other_weights(self) -> str | None:
-        """Why the server has other weights than ours, if it has: it was restarted, for example."""
-        if not self._server.names_weights:
-            # It was started here, so nobody else restarts it.
-            return None
-        if self._coming_version is not None:
-            # The switch itself finds out whether it left the server in doubt.
-            return None
-        ours = self._epochs.serving_version
-        try:
-            version = await self._control.version(ANSWER_S_MAX)
-        except (CallFailed, ServerRefused):
-            # The server is healthy, but busy with a long step or with a switch.
-            return None
-        switched = self._epochs.serving_version != ours
-        if version == ours or switched or self._coming_version is not None:
-            return None
-        return (
-            f"{self._server.WHO} was restarted, or given weights by others: it has {version!r}, not {ours!r}"
-        )
-
-    def silent_s(self) -> float:
-        return self._watch.silent_s
-
-    def _work(self) -> PendingWork:
-        choices = [c for run in self._requests.values() for c in run.choices.values() if not c.over]
-        prompts = sum(choice.prompt_size for choice in choices if not choice.labels.count)
-        prompts += sum(run.scoring for run in self._requests.values())
-        due = self._computing.is_set() and any(choice.labels.count for choice in choices)
-        waiting = min(prompts, max(self._server.max_model_len, STEP_TOKENS))
-        return PendingWork(due, waiting, idle=not self._requests)
-
-    def on_death(self, callback: Callable[[str], Awaitable[None]]) -> None:
-        self._death = callback
-
-    async def _until_hung(self) -> None:
-        """End the boot when the server hangs."""
-        self._give_up(await self._watch.run(on_cpu=self._server.on_cpu))
-
-    async def _until_restarted(self) -> None:
-        """End the boot when the server has been restarted by others."""
-        problem = None
-        while problem is None:
-            await asyncio.sleep(POLL_S)
-            problem = await self._other_weights()
-        self._give_up(problem)
-
-    def _give_up(self, reason: str) -> None:
-        """End the boot. The server is killed, unless it belongs to others."""
-        self._server.kill()
-        self._end_boot(reason)
-
-    async def _until_ended(self) -> None:
-        """Wait for the end of the boot: the end of the server, or an event that made it useless."""
-        try:
-            reason = await self._boot.while_alive(self._server.wait_ended())
-        except EngineDied as error:
-            reason = str(error)
-        logger.error("%s ended: %s", self._server.WHO, reason)
-        self._end_boot(reason)
-        await self._server.close()
-        if self._death is not None:
-            await self._death(reason)
-
-    def _end_boot(self, reason: str) -> None:
-        """End the boot: every request and every call ends with EngineDied."""
-        for run in self._requests.values():
-            run.fail(EngineDied(reason))
-        self._boot.end(reason)
 
 
 def used_by(kv: KvStats, contexts: Iterable[int]) -> KvStats:

@@ -4,17 +4,17 @@ The chunks of a stream carry no label of each token, so a token's label is the e
 pause, reload, new weight version, resume. When `pause` has returned and everything written before it was read (as a control's
 `pause` does), every token that has arrived was sampled before the switch. Every token that arrives after `resume` was sent is
 sampled after it. At the end of each choice the server says which of its weight versions sampled which token
-(`weight_versions`). That must be the same. Older versions of vLLM do not say it. With them the order of arrival is the only
-proof.
+(`weight_versions`). That must be the same. A server that does not say it, as older versions of vLLM, leaves the order of
+arrival as the only proof.
 
-Which weights computed the KV behind a token, vLLM's scheduler says (engine/vllm/worker_extension), where it is midstream's and
-has proved it (provenance_proof.py). Without that it is known for a choice that began with nothing cached of other weights,
-until a switch.
+Which weights computed the KV behind a token, a server says whose scheduler is midstream's and has proved it
+(vllm/provenance_proof.py). Without that it is known for a choice that began with nothing cached of other weights, until a
+switch.
 
 Always holds: epochs only grow. An epoch names one load of one snapshot, even when files or names are loaded twice. Every switch
 gives the server another version, whatever it switches: so a choice has a version for each token, also of switches that are none
-of its own. What vLLM says of KV are numbers of versions, each of the last switch of what the choice ran under. A choice ends
-with an error if its labels differ from what vLLM says, never with a wrong label.
+of its own. What a server says of KV are numbers of versions, each of the last switch of what the choice ran under. A choice
+ends with an error if its labels differ from what the server says, never with a wrong label.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ KvSpans = tuple[tuple[int, int], ...]
 
 
 class ServerVersion:
-    """What vLLM calls what serves. switches: of whatever weights, since the server started.
+    """What the server calls what serves. switches: of whatever weights, since the server started.
 
     names: one for each, and one for the start.
     """
@@ -74,14 +74,14 @@ class Epochs:
         #: (name, label) of each such change, in order.
         self.renamed: list[tuple[str, str]] = []
         self.server = server or ServerVersion(snapshot)
-        # vLLM says at the end of a choice which of its versions sampled which token.
+        # The server says at the end of a choice which of its versions sampled which token.
         self.confirmed = True
 
     def __repr__(self) -> str:
         return f"Epochs({self.now}: {self.snapshot})"
 
     def next_version(self, snapshot: str) -> str:
-        """The name that vLLM is given at the next switch."""
+        """The name that the server is given at the next switch."""
         return self.server.coming(snapshot)
 
     def next_of(self, policy: str) -> str:
@@ -178,12 +178,12 @@ class ChoiceLabels:
     def __init__(self, epochs: Epochs, prompt: int, *, clean: bool = False, told: bool = False) -> None:
         """prompt: the number of tokens before the first generated one. clean: all KV cached for them is of this epoch.
 
-        told: vLLM says which weights computed its KV.
+        told: the server says which weights computed its KV.
         """
         self._epochs = epochs
         self._prompt = prompt
         self.told = told
-        #: vLLM has to say something of KV with the next token.
+        #: The server has to say something of KV with the next token.
         self.expects = told
         #: What it said and nobody asked for yet: a token, and what computed the KV before it. None: it is not known.
         self.coming: list[tuple[int, KvSpans | None]] = []
@@ -206,8 +206,8 @@ class ChoiceLabels:
     def switched(self) -> None:
         """Record that a new epoch began.
 
-        From now on vLLM may preempt the choice and compute its KV again. It may also use KV that others of its salt computed
-        before or after the switch. Unless it says so, nothing is known.
+        From now on the server may preempt the choice and compute its KV again. It may also use KV that others of its salt
+        computed before or after the switch. Unless it says so, nothing is known.
         """
         if self.told:
             self.expects = True
@@ -215,7 +215,7 @@ class ChoiceLabels:
             self._kv = None
 
     def hear(self, tokens: int, told: Sequence[tuple[int, KvSpans]]) -> str | None:
-        """Take what vLLM said of KV with the newest tokens, which are labelled: tokens before, and spans.
+        """Take what the server said of KV with the newest tokens, which are labelled: tokens before, and spans.
 
         Returns how it contradicts the labels; None if it does not. The pass that gave a token is of the token's label, and
         computed the position before it.
@@ -244,11 +244,11 @@ class ChoiceLabels:
         self._kv = kv
 
     def problem(self, spans: Spans | None) -> str | None:
-        """How the labels differ from what vLLM said at the end of the choice; None if they do not."""
+        """How the labels differ from what the server said at the end of the choice; None if they do not."""
         epochs, ends = self._epochs, [start for _, start in self._spans[1:]] + [self.count]
         ours = [(version, start, end) for (version, start), end in zip(self._spans, ends, strict=False)]
         if spans is None:
-            # Without a switch, vLLM's silence leaves no doubt. Nor does that of a version that never says it.
+            # Without a switch, the server's silence leaves no doubt. Nor does that of a version that never says it.
             unproved = "the server did not say which weights sampled a choice that crossed a switch"
             return unproved if len(ours) > 1 and epochs.confirmed else None
         theirs = [span for span in spans if span[1] < span[2]]

@@ -30,6 +30,8 @@ from midstream.http.call import CallFailed, NotListening, call
 
 logger = logging.getLogger(__name__)
 
+#: Of the model, at a server that is started here.
+NAME = "midstream"
 #: For a server that was asked to end.
 STOP_GRACE_S = 4.0
 #: For the operating system to end killed processes.

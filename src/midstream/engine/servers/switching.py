@@ -16,10 +16,11 @@ import logging
 import math
 import secrets
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from midstream.core.types import GenerateRequest, SamplingParams
+from midstream.engine.servers.control import ServerControl, ServerRefused
 from midstream.engine.servers.scoring import PromptScorer
 from midstream.snapshots.layout import INDEX_FILE, WEIGHTS_FILE
 
@@ -77,42 +78,20 @@ async def score(scorer: PromptScorer, vocab_size: int, context: int) -> list[flo
     return [record.logprob for record in records[1:]]
 
 
-#: A load of files may take a fixed time, and the time to read them from a slow disk.
-LOAD_S, LOAD_BYTES_PER_S = 8.0, 50e6
+@dataclass(frozen=True)
+class StagedFiles:
+    """What a commit is to switch to. directory: of the verified files."""
+
+    snapshot: str
+    directory: Path
 
 
 class Unchanged(Exception):
     """The switch failed, and the old weights serve again."""
 
 
-class ServerRefused(Exception):
-    """The server answered a call with an error status."""
-
-    def __init__(self, message: str, status: int = 0) -> None:
-        super().__init__(message)
-        self.status = status
-
-
-def load_s(directory: Path, load_s_max: float) -> float:
-    """How long a server may take to load the files of `directory`."""
-    size = sum(file.stat().st_size for file in directory.iterdir() if file.is_file())
-    return min(load_s_max, LOAD_S + size / LOAD_BYTES_PER_S)
-
-
-class Switched(Protocol):
-    """The control calls that a switch makes."""
-
-    async def pause(self) -> None:
-        """Requests and their KV stay. Returns when nothing is computed any more and everything that was sampled has been
-        sent."""
-
-    async def set_version(self, version: str) -> None: ...
-
-    async def resume(self) -> None: ...
-
-
 async def switch(
-    control: Switched,
+    control: ServerControl,
     load: Callable[[], Awaitable[None]],
     back: Callable[[], Awaitable[None]],
     version: str,

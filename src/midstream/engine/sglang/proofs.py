@@ -16,16 +16,9 @@ from pathlib import Path
 
 from midstream.core.types import BASE_SNAPSHOT, GenerateRequest, GenerationEvent, SamplingParams
 from midstream.engine.servers.chunks import Chunk, InvalidAnswer, error_of
+from midstream.engine.servers.control import ServerRefused
 from midstream.engine.servers.labels import ChoiceLabels, Epochs
-from midstream.engine.servers.switching import (
-    TOLERANCE,
-    NotExact,
-    ServerRefused,
-    Unchanged,
-    prove_reload,
-    score,
-    switch,
-)
+from midstream.engine.servers.switching import TOLERANCE, NotExact, Unchanged, prove_reload, score, switch
 from midstream.engine.sglang import protocol
 from midstream.engine.sglang.arguments import UNREAD
 from midstream.engine.sglang.choice import SglangChoice, SglangScorer

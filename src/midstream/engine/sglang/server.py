@@ -15,11 +15,9 @@ from typing import Any
 import msgspec
 
 from midstream.core.server_settings import SglangSettings
-from midstream.engine.servers.process import ServerProcess
+from midstream.engine.servers.process import NAME, ServerProcess
 from midstream.engine.sglang.arguments import by_priority, command_line, environment, missing
 
-#: The name of the model at the server.
-NAME = "midstream"
 SEEDS = 2**31
 #: Endpoints without which a server is not used.
 ENDPOINTS = (

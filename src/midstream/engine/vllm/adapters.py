@@ -28,9 +28,9 @@ from typing import Any
 from midstream.core.errors import SnapshotError
 from midstream.core.types import SwapTiming
 from midstream.engine.base import Slot, StagingFailed
+from midstream.engine.servers.control import ServerRefused
 from midstream.engine.servers.labels import AdapterEpochs, Epochs
 from midstream.engine.servers.requests import ServedWeights
-from midstream.engine.servers.switching import ServerRefused
 from midstream.engine.vllm.swap import Control
 from midstream.http.call import CallFailed
 from midstream.snapshots.adapter import ADAPTER_FILES, AdapterSpec, read_adapter

@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from midstream.engine.base import StagingFailed
-from midstream.engine.servers.switching import TOLERANCE, NotExact, Score, ServerRefused, largest_difference
-from midstream.engine.vllm.swap import STEP_S_MAX, Control
+from midstream.engine.servers.control import STEP_S_MAX, ServerRefused
+from midstream.engine.servers.switching import TOLERANCE, NotExact, Score, largest_difference
+from midstream.engine.vllm.swap import Control
 from midstream.http.call import CallFailed
 
 logger = logging.getLogger(__name__)

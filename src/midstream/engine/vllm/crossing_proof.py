@@ -17,9 +17,10 @@ from pathlib import Path
 
 from midstream.core.types import GenerateRequest, SamplingParams
 from midstream.engine.servers.chunks import InvalidAnswer, Token
+from midstream.engine.servers.control import ServerRefused
 from midstream.engine.servers.requests import ServedWeights
 from midstream.engine.servers.scoring import ANSWER_S_MAX
-from midstream.engine.servers.switching import TOLERANCE, ServerRefused, largest_difference, proof_prompt
+from midstream.engine.servers.switching import TOLERANCE, largest_difference, proof_prompt
 from midstream.engine.vllm import protocol
 from midstream.engine.vllm.server import VllmServer
 from midstream.engine.vllm.swap import Control

@@ -11,8 +11,8 @@ from collections.abc import Awaitable, Callable
 
 import msgspec
 
-from midstream.engine.servers.switching import ServerRefused
-from midstream.engine.vllm.swap import STEP_S_MAX, Control
+from midstream.engine.servers.control import STEP_S_MAX, ServerRefused
+from midstream.engine.vllm.swap import Control
 from midstream.http.call import CallFailed
 
 #: Of the worker extension.

@@ -1,79 +1,56 @@
-"""The Engine port over an unmodified vLLM server: the requests inside it, and its switches.
+"""The Engine port over an unmodified vLLM server: what it asks of the server for a request, and its switches.
 
-Always holds:
-- Every token is labelled with the weights that sampled it (labels.py). Of a policy, these are its adapter's (adapters.py).
-- Requests see nothing of weights before these passed their check (proving.py).
+Always holds: every token of a policy is labelled with the weights of its adapter that sampled it (adapters.py).
 """
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
-from contextlib import asynccontextmanager, nullcontext
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from midstream.core.kv import KvStats
-from midstream.core.types import (
-    GenerateRequest,
-    GenerationEvent,
-    SwapTiming,
-    TokenRecord,
-)
-from midstream.engine.base import AtOnce, EngineDied, Slot, StagingFailed
+from midstream.core.types import GenerateRequest, TokenRecord
+from midstream.engine.base import EngineDied, Slot, StagingFailed
 from midstream.engine.servers.chunks import alternatives
+from midstream.engine.servers.control import ServerRefused
+from midstream.engine.servers.engine import Announced
 from midstream.engine.servers.labels import ChoiceLabels
-from midstream.engine.servers.requests import ServerRequest
-from midstream.engine.servers.scoring import WrongWeights
-from midstream.engine.servers.switching import NotExact, ServerRefused, Unchanged, score, switch
+from midstream.engine.servers.requests import ServedWeights, ServerRequest
+from midstream.engine.servers.switching import switch
 from midstream.engine.vllm import protocol
 from midstream.engine.vllm.adapters import Adapters, AdapterSlot, Crossing
 from midstream.engine.vllm.choice import VllmChoice, wants_both
 from midstream.engine.vllm.digest import OtherWeights, read_weights
-from midstream.engine.vllm.life import Announced, ServerLife
+from midstream.engine.vllm.life import VllmLife
 from midstream.engine.vllm.masks import fixed_mask
+from midstream.engine.vllm.scoring import Scorer
 from midstream.engine.vllm.staging import Staged
 from midstream.engine.vllm.swap import adopt
 from midstream.engine.vllm.worker_extension.midstream_vllm_numbers import ANY_AGE
-from midstream.http.call import CallFailed, open_stream
+from midstream.http.call import CallFailed
 
 logger = logging.getLogger(__name__)
 
-CONNECT_S_MAX = 30.0
 
+class VllmEngine(VllmLife):
+    PATH = protocol.PATH
 
-class VllmEngine(ServerLife):
-    async def _generate(
-        self, request: GenerateRequest, at_once: AtOnce | None
-    ) -> AsyncIterator[GenerationEvent]:
-        self._boot.check()
-        if (problem := self.refuses(request)) is not None:
-            yield GenerationEvent(error=problem)
-            return
+    @contextmanager
+    def _weights_of(self, request: GenerateRequest) -> Iterator[ServedWeights | str]:
         adapters = self._adapters
         version = adapters.begin(request.policy) if adapters is not None and request.policy else None
         if version is None and request.policy:
-            yield GenerationEvent(error=f"the policy {request.policy} serves nothing yet")
+            yield f"the policy {request.policy} serves nothing yet"
             return
-        weights = self._own if version is None else version.weights
-        run = self._requests[request.request_id] = ServerRequest(request, weights, at_once)
         self._kv.moved()
         try:
-            self._proving.begins(run)
-            await self._begin_all(run)
-            while (event := await run.next()) is not None:
-                choice = run.choices.get(event.index)
-                if event.error is not None and choice is not None and choice.labels_wrong:
-                    await self._check_alive(event.error)
-                self._count(request, event)
-                yield event
+            yield self._own if version is None else version.weights
         finally:
-            self._requests.pop(request.request_id, None)
             self._kv.moved()
-            run.close()
             if version is not None and adapters is not None:
                 adapters.end(version)
 
@@ -82,22 +59,7 @@ class VllmEngine(ServerLife):
             return "top_logprobs: this version of vLLM gives no names to alternatives"
         return protocol.problem(request)
 
-    async def _score(self, run: ServerRequest) -> tuple[TokenRecord, ...] | str:
-        """The records of the prompt, or the reason why there are none."""
-        scorer = self._scorer(run.weights, in_pause=not self._no_frozen_check)
-        run.scoring = len(run.request.prompt)
-        try:
-            async with self._checking() if run.request.urgent else nullcontext():
-                return await self._boot.while_alive(scorer.score(run.request, self._salt(run)[0]))
-        except (CallFailed, WrongWeights) as error:
-            reason = f"vLLM did not score the prompt: {error}"
-            await self._check_alive(reason)
-            return reason
-        finally:
-            run.scoring = 0
-
     async def _begin(self, run: ServerRequest, index: int, prompt: tuple[TokenRecord, ...] | None) -> None:
-        """Send one choice to the server, unless it was ended meanwhile."""
         if index not in run.open:
             return
         request = run.request
@@ -112,9 +74,6 @@ class VllmEngine(ServerLife):
         asked = {"both": both, "masks": masks}
         choice = VllmChoice(request, index, labels, self._shape, run.put, prompt=prompt, **asked)
         choice.salt = salt
-        choice.on_tokens = self._watch.token
-        choice.on_error = lambda: self._ended(run, choice, None)
-        run.choices[index] = choice
         data = protocol.body(
             request,
             index,
@@ -129,41 +88,12 @@ class VllmEngine(ServerLife):
             session=self._kv.asked(request),
         )
 
-        async def connect() -> None:
-            url, headers = self._server.url, self._server.headers
-            choice.response = await open_stream(
-                url, "POST", protocol.PATH, data, choice.on_body, CONNECT_S_MAX, headers
-            )
-            if choice.over:
-                # It was ended or begun again meanwhile.
-                choice.response.abort()
-            choice.response.ended.add_done_callback(lambda ended: self._ended(run, choice, ended.result()))
+        await self._send(run, index, choice, data)
 
-        try:
-            await self._boot.while_alive(connect())
-        except CallFailed as error:
-            await self._check_alive(str(error))
-            choice.fail(f"vLLM did not take the request: {error}")
-
-    async def _check_finite(self, reason: str) -> None:
-        """Raises EngineDied when the server computes no finite numbers for a prompt of ours either.
-
-        Its KV cache holds others then: vLLM does not clear the blocks that it uses again. Else the request alone is to blame.
-        """
-        sizes = (self._shape.vocab_size, self._server.max_model_len)
-        scorer = self._scorer(self._own, in_pause=not self._no_frozen_check)
-        try:
-            async with self._checking():
-                await self._boot.while_alive(score(scorer, *sizes))
-        except NotExact as error:
-            self._spoilt = self._attached
-            self._give_up(f"{error}; {reason}")
-            raise EngineDied(str(error)) from error
-        except (CallFailed, WrongWeights) as error:
-            await self._check_alive(str(error))
+    def _scorer_of(self, weights: ServedWeights) -> Scorer:
+        return self._scorer(weights, in_pause=not self._no_frozen_check)
 
     def _salt(self, run: ServerRequest) -> tuple[str, bool]:
-        """The request's salt for vLLM, and whether all KV cached under it is of the weights that it runs under."""
         request = run.request
         if not self._no_provenance:
             # The scheduler gives it none that is too old. What it gives is told.
@@ -213,29 +143,8 @@ class VllmEngine(ServerLife):
         if self._adapters is not None:
             self._adapters.end_policy(policy)
 
-    def announce(self, files: str, overwritten: Sequence[tuple[str, str]]) -> None:
-        self._announced = files, tuple(overwritten)
-
-    async def commit(self, snapshot: str) -> SwapTiming:
-        announced, self._announced = self._announced, ("", ())
-        async with self._control_lock:
-            self._boot.check()
-            staged = self._stager.staged
-            if staged is None or staged.snapshot != snapshot:
-                raise StagingFailed(f"snapshot {snapshot!r} is not staged")
-            if self._proving.spoilt:
-                await self._renew()
-            started = time.perf_counter()
-            try:
-                crossed = await self._switch(snapshot, staged, announced)
-            finally:
-                self.drop_staged()
-            self._serving_dir = staged.directory
-            pause_ms = (time.perf_counter() - started) * 1e3
-            return SwapTiming(snapshot=snapshot, pause_ms=pause_ms, streams_crossed=crossed)
-
-    def settle(self, snapshot: str, *, sound: bool) -> None:
-        self._proving.settle(snapshot, sound=sound)
+    def _staged(self) -> Staged | None:
+        return self._stager.staged
 
     async def weights_digest(self) -> str | None:
         """Raises StagingFailed when other weights come meanwhile."""
@@ -269,19 +178,17 @@ class VllmEngine(ServerLife):
 
     @asynccontextmanager
     async def _checking(self) -> AsyncIterator[None]:
-        """A check is computed in it, with weights that no trainer takes apart meanwhile."""
+        """No trainer takes the weights apart meanwhile."""
         await self.until_computing()
         with self._fence.checking():
             yield
 
     async def _renew(self) -> None:
-        """Restart the server, as its weights failed their check. Raises EngineDied."""
         logger.warning("vLLM is restarted: its KV cache may hold numbers that are not finite")
         # So no timer of what was written ends the server that starts now.
         self._fence.ended("vLLM was restarted, as its weights failed their check")
         if self._attached:
-            self._spoilt = True
-            self._give_up("weights failed their check, and this process cannot restart vLLM")
+            self._give_up_spoilt("weights failed their check, and this process cannot restart vLLM")
         elif self._adapters is not None:
             # A new boot has them loaded again.
             self._give_up("weights failed their check, and vLLM's policies go with it")
@@ -301,8 +208,7 @@ class VllmEngine(ServerLife):
             self._end_boot(str(error))
             raise EngineDied(str(error)) from error
 
-    async def _switch(self, snapshot: str, staged: Staged, announced: Announced) -> int:
-        """Switch, and return how many choices crossed the switch. Raises StagingFailed, EngineDied."""
+    async def _switch(self, staged: Staged, announced: Announced) -> int:
         # The server may be another one since, and what a trainer wrote may have changed what a switch would leave alone.
         weights = staged.weights if self._fence.is_free else None
         beside = weights is not None and weights.workers is self._stager.workers
@@ -310,11 +216,11 @@ class VllmEngine(ServerLife):
         if not beside and not adopts:
             await self._boot.while_alive(self._stager.rest())
         crossed = 0
-        version = self._coming_version = self._epochs.next_version(snapshot)
+        version = self._coming_version = self._epochs.next_version(staged.snapshot)
 
         def on_switch() -> None:
             nonlocal crossed
-            crossed = self._begin_epoch(snapshot, announced)
+            crossed = self._begin_epoch(staged.snapshot, announced)
 
         resume = not self._paused
         if adopts:
@@ -325,25 +231,8 @@ class VllmEngine(ServerLife):
                 load = weights.switch
             back = partial(self._control.reload, self._serving_dir)
             switching = switch(self._control, load, back, version, on_switch, resume=resume)
-        await self._carry_out(switching, snapshot)
+        await self._carry_out(switching, staged.snapshot)
         return crossed
-
-    async def _carry_out(self, switching: Coroutine[Any, Any, None], what: str) -> None:
-        """Raises StagingFailed if what served serves on, EngineDied."""
-        try:
-            await self._boot.while_alive(switching)
-            self._switched()
-        except Unchanged as error:
-            self._switched()
-            raise StagingFailed(str(error)) from error
-        except (CallFailed, ServerRefused, asyncio.CancelledError) as error:
-            reason = f"the switch to {what} left vLLM in doubt: {str(error) or 'cancelled'}"
-            self._give_up(reason)
-            if isinstance(error, asyncio.CancelledError):
-                raise
-            raise EngineDied(reason) from error
-        finally:
-            self._coming_version, self._crossing = None, False
 
     async def _cross(self, crossing: Crossing) -> tuple[float, int]:
         """As adapters.Cross has it."""
@@ -365,7 +254,10 @@ class VllmEngine(ServerLife):
             # Behind what a trainer wrote, nothing is computed before the switch to it.
             resume = not (self._paused or self._fence.has_written)
             switching = switch(self._control, crossing.load, crossing.back, version, on_switch, resume=resume)
-            await self._carry_out(switching, "another adapter")
+            try:
+                await self._carry_out(switching, "another adapter")
+            finally:
+                self._crossing = False
             return (time.perf_counter() - started) * 1e3, crossed
 
     def _switched(self) -> None:
@@ -376,13 +268,9 @@ class VllmEngine(ServerLife):
         if not self._paused:
             self._computing.set()
 
-    def _begin_epoch(self, snapshot: str, announced: Announced) -> int:
-        """Begin the epoch of `snapshot`, and return how many choices continue in it."""
-        self._epochs.begin(snapshot, *announced)
+    def _rebased(self, overwritten: Collection[str]) -> None:
         if self._adapters is not None:
-            self._adapters.rebased([name for name, _ in announced[1]])
-        self._proving.switched(snapshot)
-        return self._cross_all(list(self._requests.values()))
+            self._adapters.rebased(overwritten)
 
     def _kv_stats(self, contexts: Iterable[int]) -> KvStats:
         return self._kv.stats(contexts)

@@ -23,7 +23,7 @@ from typing import Any
 from midstream.core.table import Table
 from midstream.engine.base import EngineDied, InPlaceWeights, Tee, TransferFailed, TransferRefused
 from midstream.engine.servers.boot import ServerBoot
-from midstream.engine.servers.switching import ServerRefused
+from midstream.engine.servers.control import ServerRefused
 from midstream.engine.vllm.swap import Control
 from midstream.http.call import CallFailed
 from midstream.snapshots.layout import WEIGHTS_FILE

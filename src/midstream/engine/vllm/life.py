@@ -1,12 +1,4 @@
-"""The life of a vLLM server behind a VllmEngine: it is started, taken over, watched, doubted and given up.
-
-Owns: the server's process (or the URL of one to attach to), the epochs of its weights, its end. A boot is the time from a
-successful `start` to the end of the server.
-Always holds:
-- A boot begins with the base weights and a prefix cache in which no request finds anything.
-- An event that leaves the serving weights in doubt ends the boot, so that the replica starts over.
-- When a boot ends, every request and call under way ends with EngineDied, and nothing more is sent to its server.
-"""
+"""The life of a vLLM server behind a VllmEngine: what is learned of it at each start, and how it stands still for a trainer."""
 
 from __future__ import annotations
 
@@ -18,25 +10,12 @@ from pathlib import Path
 import msgspec
 
 from midstream.core.server_settings import VllmSettings
-from midstream.core.types import (
-    BASE_SNAPSHOT,
-    GenerateRequest,
-    ModelInfo,
-    SamplingParams,
-)
-from midstream.engine.base import EngineDied, StagingFailed
-from midstream.engine.servers.boot import ServerBoot
+from midstream.core.types import EngineCard, GenerateRequest, SamplingParams
+from midstream.engine.base import StagingFailed
 from midstream.engine.servers.chunks import InvalidAnswer
-from midstream.engine.servers.engine import ANSWER_S_MAX, HEALTH_S_MAX
-from midstream.engine.servers.labels import Epochs
-from midstream.engine.servers.model import Shape, read_shape
-from midstream.engine.servers.process import ServerFailed
-from midstream.engine.servers.proving import Proving
-from midstream.engine.servers.requests import ServerRequest
-from midstream.engine.servers.salts import Salts
-from midstream.engine.servers.scoring import WrongWeights
-from midstream.engine.servers.switching import NotExact, ServerRefused, proof_prompt, score
-from midstream.engine.servers.watch import Watch
+from midstream.engine.servers.life import ANSWER_S_MAX, HEALTH_S_MAX
+from midstream.engine.servers.process import NAME, ServerFailed
+from midstream.engine.servers.switching import proof_prompt, score
 from midstream.engine.vllm import protocol
 from midstream.engine.vllm.adapters import FOLDER
 from midstream.engine.vllm.arguments import (
@@ -59,10 +38,6 @@ from midstream.http.call import CallFailed, call
 
 logger = logging.getLogger(__name__)
 
-#: What the files of a commit are, and which names have other weights by it (Slot.announce).
-Announced = tuple[str, tuple[tuple[str, str], ...]]
-#: The name of the model at the server.
-NAME = "midstream"
 #: For the first answer of a server, which may compile kernels.
 FIRST_S_MAX = 300.0
 #: For the prompt that is scored in a pause at the start.
@@ -71,20 +46,17 @@ FROZEN_S_MAX = 60.0
 LOOK_S = 1.0
 #: Instead of a version: the server's KV cache holds numbers that are not finite.
 SPOILT = "not finite"
-#: A server that raises one of these while it starts cannot serve.
-START_ERRORS = (ServerFailed, CallFailed, ServerRefused, NotExact, WrongWeights)
 
 
-class ServerLife(ServerProofs):
+class VllmLife(ServerProofs):
     """url: of a running server to attach to, instead of starting one. cache_dir: of the replica."""
 
-    _paused = False
+    GRAMMARS = True
+
     # It is of an adapter, so the weights under it stay.
     _crossing = False
     # The KV cache of the attached server holds numbers that are not finite.
     _spoilt = False
-    # Of the next commit.
-    _announced: Announced = ("", ())
     # What a boot learns of its server. vLLM 0.20 gives all alternatives the name of the sampled token.
     _names_alternatives = True
     _ranks = 1
@@ -104,13 +76,9 @@ class ServerLife(ServerProofs):
         cores: tuple[int, ...] = (),
         gpus: tuple[int, ...] = (),
     ) -> None:
-        self._model_dir = model_dir.resolve()
-        self._settings = settings
-        self._attached = url is not None
-        # An attached server may belong to another user or run on another machine. It reads snapshots from the shared directory.
-        self._staging = Staging(cache_dir, share=0.0) if self._attached else Staging(cache_dir)
-        self._server = VllmServer(
-            self._model_dir,
+        directory, attached = model_dir.resolve(), url is not None
+        server = VllmServer(
+            directory,
             settings,
             url=url,
             served_name=NAME,
@@ -118,27 +86,15 @@ class ServerLife(ServerProofs):
             gpus=gpus,
             log=cache_dir / "vllm.log",
         )
-        self._boot = ServerBoot("vLLM")
-        self._watch = Watch(settings.silence_s_max, lambda s: self._control.reach_workers(s), self._work)
-        self._watcher: asyncio.Task[None] | None = None
-        # pause, resume and commit run one at a time.
-        self._control_lock = asyncio.Lock()
-        self._control: Control
-        self._shape: Shape
-        self._epochs = Epochs(BASE_SNAPSHOT)
-        self._salts = Salts(b"")
-        self._requests: dict[str, ServerRequest] = {}
-        self._proving = Proving(self._requests)
+        super().__init__(directory, settings, server, attached=attached)
+        # An attached server may belong to another user or run on another machine. It reads snapshots from the shared directory.
+        self._staging = Staging(cache_dir, share=0.0) if attached else Staging(cache_dir)
         self._kv = SessionKv(lambda: self._control, lambda: bool(self._requests))
-        # Set while it computes.
-        self._computing = asyncio.Event()
         # Also of a server without weight transfer, which never holds it.
         self._fence = self._make_fence()
         self.in_place = self._fence if settings.weight_transfer else None
         self._stager = VllmStager(self._staging, self._boot.while_alive, self._boot.in_background)
         self._adapter_dir = cache_dir / FOLDER
-        self._serving_dir = self._model_dir
-        self._counts = {"prompt_tokens": 0, "cached_prompt_tokens": 0, "generated_tokens": 0}
 
     def _make_fence(self) -> VllmInPlace:
         return VllmInPlace(
@@ -151,52 +107,32 @@ class ServerLife(ServerProofs):
             self._give_up,
         )
 
-    def __repr__(self) -> str:
-        return f"VllmEngine({self._server!r}, {self._epochs!r}, {len(self._requests)} requests)"
-
-    async def start(self) -> ModelInfo:
-        await self._stop()
-        self._shape = await asyncio.to_thread(read_shape, self._model_dir)
-        await self._launch()
-        return self._info()
-
     async def _launch(self) -> None:
-        """Begin a boot. Raises EngineDied."""
         try:
-            await self._server.start()
-            url, headers = self._server.url, self._server.headers
-            named = self._server.names_weights
-            self._control = Control(
-                url, headers, self._settings.load_s_max, self._watch.held_up, versions=named
-            )
-            self._epochs, self._serving_dir = Epochs(BASE_SNAPSHOT), self._model_dir
-            # An attached server may have a cache from before.
-            self._salts = Salts(secrets.token_bytes(16))
-            await self._take_over()
-        except BaseException as error:
-            await self._server.close()
-            if isinstance(error, LoadsFail):
-                # Nothing is loaded in the next one, which serves policies on its own weights.
-                self._loads_fail = str(error)
-                logger.warning("vLLM is started once more, without snapshots of full weights: %s", error)
-                await self._launch()
-                return
-            if isinstance(error, START_ERRORS):
-                raise EngineDied(str(error)) from error
-            raise
-        self._paused = False
-        self._computing.set()
-        self._proving.started()
+            await super()._launch()
+        except LoadsFail as error:
+            # Nothing is loaded in the next one, which serves policies on its own weights.
+            self._loads_fail = str(error)
+            logger.warning("vLLM is started once more, without snapshots of full weights: %s", error)
+            await self._launch()
+            return
         self._fence.began()
-        self._boot.begin()
-        self._watcher = asyncio.create_task(self._until_ended(), name="vLLM's end")
-        self._boot.in_background(self._until_hung(), "a hung vLLM")
         self._boot.in_background(self._kv.keep_looking(), "what vLLM's KV cache holds")
-        if self._attached:
-            self._boot.in_background(self._until_restarted(), "a restarted vLLM")
+
+    def _make_control(self) -> Control:
+        server = self._server
+        return Control(
+            server.url,
+            server.headers,
+            self._settings.load_s_max,
+            self._watch.held_up,
+            versions=server.names_weights,
+        )
+
+    async def _reach(self, timeout_s: float) -> None:
+        await self._control.reach_workers(timeout_s)
 
     async def _take_over(self) -> None:
-        """Bring the server to the beginning of a boot: base weights, nothing in the cache that we could find, not paused."""
         if self._attached:
             # Its last user may have left it in any state.
             self._server.check_reload(experts=bool(self._shape.moe_layers))
@@ -217,13 +153,12 @@ class ServerLife(ServerProofs):
         self._adapters = None if self._no_policies else await self._prove_adapters()
         self._no_full = ""
         self._no_short_swap = await self._prove_loads()
-        sizes = (self._shape.vocab_size, self._server.max_model_len)
-        self._numbers = await prove_numbers(self._server, self._control, sizes)
+        self._numbers = await prove_numbers(self._server, self._control, self._sizes)
         self._no_frozen_check = await self._prove_frozen_check()
         self._no_provenance = await self._prove_provenance()
         url, headers = self._server.url, self._server.headers
         capacity = await kv_of_server(url, headers, HEALTH_S_MAX, self._server.max_model_len)
-        await self._kv.begin(capacity, self._server, sizes)
+        await self._kv.begin(capacity, self._server, self._sizes)
 
     async def _prove_frozen_check(self) -> str:
         """Why nothing is checked in a pause; empty if it is."""
@@ -233,7 +168,7 @@ class ServerLife(ServerProofs):
         await self._control.pause()
         try:
             async with asyncio.timeout(FROZEN_S_MAX):
-                await score(scorer, self._shape.vocab_size, self._server.max_model_len)
+                await score(scorer, *self._sizes)
         except TimeoutError:
             logger.warning("this vLLM has no frozen_check: it did not score a prompt in a pause")
             return UNFROZEN
@@ -255,7 +190,7 @@ class ServerLife(ServerProofs):
     async def _hear(self) -> None:
         """Learn from an answer what this version says. Raises ServerFailed when an attached server does not say how much of
         a prompt was cached."""
-        prompt = proof_prompt(self._shape.vocab_size, self._server.max_model_len)
+        prompt = proof_prompt(*self._sizes)
         sampling = SamplingParams(max_tokens=1, temperature=0.0)
         request = GenerateRequest(
             request_id="first", prompt=prompt, sampling=sampling, want_logprobs=True, top_logprobs=2
@@ -278,8 +213,8 @@ class ServerLife(ServerProofs):
                 "--enable-prompt-tokens-details"
             )
 
-    def _info(self) -> ModelInfo:
-        shape, server = self._shape, self._server
+    def _card(self) -> EngineCard:
+        server = self._server
         card = vllm_card(
             server.version,
             routes=server.returns_routes,
@@ -294,37 +229,26 @@ class ServerLife(ServerProofs):
             no_session_kv=self._kv.lacks,
             no_short_swap=self._no_short_swap,
         )
-        if self.in_place is not None:
-            card = msgspec.structs.replace(
-                card, weight_transfer=self._settings.weight_transfer, ranks=self._ranks
-            )
-        return ModelInfo(
-            max_model_len=server.max_model_len,
-            vocab_size=shape.vocab_size,
-            moe_layers=len(shape.moe_layers),
-            top_k=shape.top_k,
-            num_experts=shape.num_experts,
-            eos_token_ids=shape.eos_token_ids,
-            grammars=True,
-            card=card,
+        if self.in_place is None:
+            return card
+        return msgspec.structs.replace(
+            card, weight_transfer=self._settings.weight_transfer, ranks=self._ranks
         )
 
     async def close(self) -> None:
-        await self._stop()
+        await super().close()
         self._staging.close()
 
     def drop_staged(self) -> None:
         self._stager.drop()
 
+    def _give_up_spoilt(self, reason: str) -> None:
+        self._spoilt = self._attached
+        super()._give_up_spoilt(reason)
+
     def _end_boot(self, reason: str) -> None:
         super()._end_boot(reason)
         self._fence.ended(reason)
-
-    async def pause(self) -> None:
-        await self._set_paused(True)
-
-    async def resume(self) -> None:
-        await self._set_paused(False)
 
     async def _set_paused(self, paused: bool) -> None:
         while not await self._locks():
@@ -355,16 +279,7 @@ class ServerLife(ServerProofs):
             # The switch to it resumes the server, unless it is paused then.
             self._paused = paused
             return
-        try:
-            await self._boot.while_alive(self._control.pause() if paused else self._control.resume())
-        except (CallFailed, ServerRefused) as error:
-            self._end_boot(str(error))
-            raise EngineDied(str(error)) from error
-        self._paused = paused
-        if paused:
-            self._computing.clear()
-        else:
-            self._computing.set()
+        await super()._call_paused(paused)
 
     async def _stand_still(self) -> None:
         try:
@@ -381,12 +296,3 @@ class ServerLife(ServerProofs):
         if not self._paused:
             await self._control.resume()
             self._computing.set()
-
-    async def _stop(self) -> None:
-        watcher, self._watcher = self._watcher, None
-        if watcher is not None and watcher is not asyncio.current_task():
-            watcher.cancel()
-        self._end_boot("vLLM was stopped")
-        self.drop_staged()
-        self._boot.cancel_tasks()
-        await self._server.close()

@@ -27,9 +27,10 @@ from pathlib import Path
 
 from midstream.core.errors import SnapshotError
 from midstream.engine.servers.chunks import InvalidAnswer, Token
+from midstream.engine.servers.control import ServerRefused
 from midstream.engine.servers.requests import ServedWeights
 from midstream.engine.servers.scoring import ANSWER_S_MAX
-from midstream.engine.servers.switching import TOLERANCE, NotExact, Score, ServerRefused, score
+from midstream.engine.servers.switching import TOLERANCE, NotExact, Score, score
 from midstream.engine.vllm import protocol
 from midstream.engine.vllm.adapters import Proven, adaptable, name_of
 from midstream.engine.vllm.arguments import UNCROSSED

@@ -23,8 +23,9 @@ from msgspec.structs import replace
 from midstream.core.masks import kept_ids
 from midstream.core.types import NEAR_GREEDY, NEAR_TOP_K, GenerateRequest, SamplingParams
 from midstream.engine.servers.chunks import Chunk, InvalidAnswer, Token, alternatives
+from midstream.engine.servers.control import STEP_S_MAX, ServerRefused
 from midstream.engine.servers.scoring import ANSWER_S_MAX
-from midstream.engine.servers.switching import ServerRefused, proof_prompt
+from midstream.engine.servers.switching import proof_prompt
 from midstream.engine.step import near_tie
 from midstream.engine.vllm import protocol
 from midstream.engine.vllm.arguments import (
@@ -37,7 +38,7 @@ from midstream.engine.vllm.arguments import (
     WORKER_DIR,
 )
 from midstream.engine.vllm.server import VllmServer
-from midstream.engine.vllm.swap import STEP_S_MAX, Control
+from midstream.engine.vllm.swap import Control
 from midstream.http.call import call
 
 logger = logging.getLogger(__name__)

@@ -12,12 +12,10 @@ from functools import partial
 from pathlib import Path
 
 from midstream.core.server_settings import VllmSettings
-from midstream.engine.servers.boot import ServerBoot
+from midstream.engine.servers.control import STEP_S_MAX, ServerRefused
 from midstream.engine.servers.engine import ServedEngine
-from midstream.engine.servers.labels import Epochs
-from midstream.engine.servers.model import Shape
 from midstream.engine.servers.requests import ServedWeights
-from midstream.engine.servers.switching import NotExact, Score, ServerRefused, prove_reload, score
+from midstream.engine.servers.switching import NotExact, Score, prove_reload, score
 from midstream.engine.vllm.adapters import Adapters, Crossing
 from midstream.engine.vllm.arguments import (
     EXTENSIONS,
@@ -35,8 +33,8 @@ from midstream.engine.vllm.proof import NoAdapters, Proof
 from midstream.engine.vllm.provenance_proof import prove_provenance
 from midstream.engine.vllm.scoring import Scorer
 from midstream.engine.vllm.server import VllmServer
-from midstream.engine.vllm.staging import VllmStager
-from midstream.engine.vllm.swap import STEP_S_MAX, Control
+from midstream.engine.vllm.staging import Staged, VllmStager
+from midstream.engine.vllm.swap import Control
 
 logger = logging.getLogger(__name__)
 
@@ -45,18 +43,13 @@ class LoadsFail(Exception):
     """The server computes with adapters, and does not load weights under them as it should."""
 
 
-class ServerProofs(ServedEngine):
+class ServerProofs(ServedEngine[Staged]):
     """The server behind a VllmEngine, as its proofs see it."""
 
-    _model_dir: Path
     _settings: VllmSettings
-    _attached: bool
     _server: VllmServer
-    _boot: ServerBoot
     _control: Control
     _fence: VllmInPlace
-    _shape: Shape
-    _epochs: Epochs
     _stager: VllmStager
     _adapter_dir: Path
     # None: it serves no policies, and the reason follows.
@@ -108,11 +101,10 @@ class ServerProofs(ServedEngine):
     async def _prove_loads(self) -> str:
         """Why no weights can be staged in the workers; "" if they can. Raises NotExact, LoadsFail."""
         self._stager.workers = None
-        sizes = (self._shape.vocab_size, self._server.max_model_len)
         if self._adapters is None:
             if self._attached:
                 return NOT_OURS
-            return await self._prove_all_loads(partial(score, self._scorer(self._own), *sizes))
+            return await self._prove_all_loads(partial(score, self._scorer(self._own), *self._sizes))
         self._no_full = NOT_OURS if self._attached else self._loads_fail
         if self._no_full:
             return self._no_full
@@ -158,8 +150,7 @@ class ServerProofs(ServedEngine):
 
     async def _prove_provenance(self) -> str:
         """Why it is unknown which weights computed KV; "" if its scheduler says so. Raises CallFailed, ServerRefused."""
-        sizes = (self._shape.vocab_size, self._server.max_model_len)
-        proving = partial(prove_provenance, self._server, self._control, self._epochs, sizes)
+        proving = partial(prove_provenance, self._server, self._control, self._epochs, self._sizes)
         if self._adapters is None:
             return await proving()
         proof = self._proof()
@@ -167,5 +158,4 @@ class ServerProofs(ServedEngine):
             return await proving((proof.policy, name))
 
     def _proof(self) -> Proof:
-        sizes = (self._shape.vocab_size, self._server.max_model_len)
-        return Proof(self._server, self._control, self._scorer, sizes, self._adapter_dir)
+        return Proof(self._server, self._control, self._scorer, self._sizes, self._adapter_dir)

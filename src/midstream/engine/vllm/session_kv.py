@@ -18,13 +18,13 @@ import msgspec
 from midstream.core.kv import KvStats
 from midstream.core.types import GenerateRequest, SamplingParams
 from midstream.engine.servers.chunks import InvalidAnswer
+from midstream.engine.servers.control import CALL_S_MAX, ServerRefused
 from midstream.engine.servers.engine import used_by
 from midstream.engine.servers.scoring import ANSWER_S_MAX
-from midstream.engine.servers.switching import ServerRefused
 from midstream.engine.vllm import protocol
 from midstream.engine.vllm.arguments import SCHEDULER, UNHELD
 from midstream.engine.vllm.server import VllmServer
-from midstream.engine.vllm.swap import CALL_S_MAX, Control
+from midstream.engine.vllm.swap import Control
 from midstream.engine.vllm.worker_extension.midstream_vllm_numbers import LOOK
 from midstream.http.call import CallFailed, call
 

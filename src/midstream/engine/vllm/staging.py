@@ -21,11 +21,12 @@ import stat
 import threading
 from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from midstream.engine.base import StagingFailed
-from midstream.engine.servers.switching import check_alone
+from midstream.engine.servers.switching import StagedFiles, check_alone
 from midstream.engine.vllm.beside import CannotStage, StagedWeights, WorkerWeights
 from midstream.snapshots.tasks import finished
 
@@ -128,11 +129,10 @@ class Staging:
         return int(self._share * min(free.f_bavail * free.f_frsize, _available_memory()))
 
 
-class Staged(NamedTuple):
-    """directory: of the verified files. fast: where vLLM reads them, if its workers do not have them already."""
+@dataclass(frozen=True)
+class Staged(StagedFiles):
+    """fast: where vLLM reads the files, if its workers do not have them already."""
 
-    snapshot: str
-    directory: Path
     fast: Path
     weights: StagedWeights | None = None
 

@@ -10,24 +10,18 @@ from pathlib import Path
 from typing import Any
 
 from midstream.engine.servers.chunks import error_text
-from midstream.engine.servers.switching import ServerRefused, load_s
+from midstream.engine.servers.control import CALL_S_MAX, STEP_S_MAX, ServerControl, ServerRefused, read_object
 from midstream.http.call import CallFailed, call
 
-#: For calls that the server answers at once.
-CALL_S_MAX = 10.0
-#: What vLLM does between two steps waits for the running one, at worst that of a long prompt. Once the server serves, watch.py
-#: ends one that hangs.
-STEP_S_MAX = 60.0
 #: Round trips through vLLM's API process and its engine, between the pause and the switch. Before it answers the first one, the
 #: API process has written every chunk that it had to write when the pause returned. The second one is for safety.
 BARRIER = 2
 
 
-class Control:
-    """The control endpoints of one server. held_up: entered while a call holds up the engine, with the most seconds.
+class Control(ServerControl):
+    """versions: the server names its weights. One of an older vLLM does not."""
 
-    versions: the server names its weights. One of an older vLLM does not.
-    """
+    VERSION_PATH = "/weight_info"
 
     def __init__(
         self,
@@ -38,38 +32,23 @@ class Control:
         *,
         versions: bool = True,
     ) -> None:
-        self._url = url
-        self._headers = headers
-        self._load_s_max = load_s_max
-        self._held_up = held_up
+        super().__init__(url, headers, load_s_max, held_up)
         self._versions = versions
 
     async def pause(self, *, clear_cache: bool = False) -> None:
-        """Pause between two steps. Requests and their KV stay.
-
-        Returns when nothing is computed any more and everything that was sampled has been sent.
-        """
         clear = "true" if clear_cache else "false"
         await self._post(f"/pause?mode=keep&clear_cache={clear}", None, STEP_S_MAX)
         for _ in range(BARRIER):
-            answer = await call(self._url, "GET", "/is_paused", None, CALL_S_MAX, self._headers)
-            if answer.status != 200 or _read(answer.body).get("is_paused") is not True:
+            answer = await self._get("/is_paused", CALL_S_MAX)
+            if answer.status != 200 or read_object(answer.body).get("is_paused") is not True:
                 raise CallFailed(f"vLLM says it is paused, and then {answer.status} {answer.body[:200]!r}")
         # In this turn of the loop, everything that is readable by now is read.
         await asyncio.sleep(0)
 
-    async def version(self, timeout_s: float) -> str | None:
-        """The version of the weights, as the server reports it."""
-        answer = await call(self._url, "GET", "/weight_info", None, timeout_s, self._headers)
-        if answer.status != 200:
-            raise ServerRefused(f"/weight_info answered {answer.status}: {error_text(answer.body)}")
-        version = _read(answer.body).get("weight_version")
-        return version if isinstance(version, str) else None
-
     async def ranks(self) -> int:
         """Workers that take part in a trainer's group: tensor x pipeline x data parallel."""
-        answer = await call(self._url, "GET", "/get_world_size", None, CALL_S_MAX, self._headers)
-        size = _read(answer.body).get("world_size")
+        answer = await self._get("/get_world_size", CALL_S_MAX)
+        size = read_object(answer.body).get("world_size")
         if answer.status != 200 or not isinstance(size, int):
             raise ServerRefused(f"/get_world_size answered {answer.status}: {answer.body[:200]!r}")
         return size
@@ -78,7 +57,6 @@ class Control:
         await self._post("/resume", None, CALL_S_MAX)
 
     async def reload(self, directory: Path) -> None:
-        """Load the weights again. Only in a pause, or before anything runs."""
         body = {"method": "reload_weights", "kwargs": {"weights_path": str(directory)}}
         await self._load("/collective_rpc", body, directory)
 
@@ -105,19 +83,6 @@ class Control:
         body = json.dumps({"method": "check_health"}).encode()
         await call(self._url, "POST", "/collective_rpc", body, timeout_s, self._headers)
 
-    async def _load(self, path: str, body: object, directory: Path, step_s_max: float = 0.0) -> None:
-        """step_s_max: how long the running step may take first."""
-        seconds = await asyncio.to_thread(load_s, directory, self._load_s_max)
-        with self._held_up(seconds):
-            await self._post(path, body, step_s_max + seconds)
-
-    async def _post(self, path: str, body: object, timeout_s: float) -> None:
-        data = b"" if body is None else json.dumps(body).encode()
-        answer = await call(self._url, "POST", path, data, timeout_s, self._headers)
-        if answer.status != 200:
-            where = path.partition("?")[0]
-            raise ServerRefused(f"{where} answered {answer.status}: {error_text(answer.body)}", answer.status)
-
     async def transfer(self, path: str, body: object, within_s: float) -> None:
         """A call of weight transfer, in which the workers may wait for the trainer."""
         with self._held_up(within_s):
@@ -133,7 +98,7 @@ class Control:
         if answer.status != 200:
             said = error_text(answer.body)
             raise ServerRefused(f"{method} answered {answer.status}: {said}", answer.status)
-        results = _read(answer.body).get("results")
+        results = read_object(answer.body).get("results")
         if not isinstance(results, list):
             raise CallFailed(f"{method}: no results: {answer.body[:200]!r}")
         return results
@@ -147,14 +112,3 @@ async def adopt(
     on_switch()
     if resume:
         await control.resume()
-
-
-def _read(body: bytes) -> dict[str, Any]:
-    """Raises CallFailed."""
-    try:
-        found = json.loads(body)
-    except ValueError as error:
-        raise CallFailed(f"no JSON: {body[:200]!r}") from error
-    if not isinstance(found, dict):
-        raise CallFailed(f"no JSON object: {body[:200]!r}")
-    return found
