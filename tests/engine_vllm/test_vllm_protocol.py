@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from midstream.core.types import GenerateRequest, SamplingParams, TopLogprob
-from midstream.engine.servers.chunks import alternatives
+from midstream.engine.servers.chunks import alternatives, error_of
 from midstream.engine.vllm import protocol
 from midstream.engine.vllm.protocol import Chunk, ChunkReader, InvalidAnswer
 
@@ -299,13 +299,13 @@ def test_an_error_inside_a_stream_is_an_error(name: str, words: str) -> None:
     ],
 )
 def test_an_error_answer_gives_one_line_for_the_user(status: int, data: bytes, words: str) -> None:
-    message = protocol.error_of(status, data)
+    message = error_of("vLLM", status, data)
     assert words in message
     assert message.isprintable()
 
 
 def test_a_long_error_is_cut() -> None:
-    assert len(protocol.error_of(500, b"x" * 10_000_000)) < 1100
+    assert len(error_of("vLLM", 500, b"x" * 10_000_000)) < 1100
 
 
 # Bodies
@@ -447,4 +447,4 @@ def test_an_answer_that_is_nested_too_deeply_is_refused() -> None:
         protocol.prompt_records(deep, (1,), 1, 0, "s")
     with pytest.raises(InvalidAnswer):
         ChunkReader().feed(b"data: " + deep + b"\n\n")
-    assert protocol.error_of(500, deep).startswith("vLLM answered 500: ")
+    assert error_of("vLLM", 500, deep).startswith("vLLM answered 500: ")

@@ -34,8 +34,12 @@ def canary_ids(vocab_size: int, context: int, experts: int, *, of_policy: bool =
     """
     of_weights = CANARY_TOKENS_OF_EXPERTS if experts else CANARY_TOKENS
     tokens = CANARY_TOKENS_OF_POLICY if of_policy else of_weights
-    size = max(2, min(tokens, context - 1))
-    return tuple((i * 7919 + 13) % vocab_size for i in range(size))
+    return spread_ids(max(2, min(tokens, context - 1)), vocab_size)
+
+
+def spread_ids(count: int, vocab_size: int, first: int = 13) -> tuple[int, ...]:
+    """Token ids all over the vocabulary. Two prompts with different first ids share no prefix."""
+    return tuple((i * 7919 + first) % vocab_size for i in range(count))
 
 
 class EngineDied(Exception):

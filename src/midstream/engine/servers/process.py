@@ -26,6 +26,7 @@ import msgspec
 from midstream.core.http_answer import NotThatAnswer
 from midstream.core.server_settings import ServerSettings
 from midstream.engine.servers import keeper
+from midstream.engine.servers.chunks import error_of
 from midstream.http.call import CallFailed, NotListening, call
 
 logger = logging.getLogger(__name__)
@@ -255,6 +256,15 @@ class ServerProcess(abc.ABC):
         except CallFailed:
             return NO_ANSWER
         return answer.status
+
+    async def ask(
+        self, path: str, body: bytes, timeout_s: float, refused: type[Exception] = CallFailed
+    ) -> bytes:
+        """The answer to one request, whole. Raises CallFailed, and `refused` for an error status."""
+        answer = await call(self.url, "POST", path, body, timeout_s, self.headers)
+        if answer.status != 200:
+            raise refused(error_of(self.WHO, answer.status, answer.body))
+        return answer.body
 
     async def _get(self, path: str, kind: type[Any], hint: str = "", timeout_s: float = INSPECT_S_MAX) -> Any:
         where = f"the {self.WHO} server at {self.url}: GET {path}"

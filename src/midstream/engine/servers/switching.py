@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from midstream.core.types import GenerateRequest, SamplingParams
+from midstream.engine.base import spread_ids
 from midstream.engine.servers.control import ServerControl, ServerRefused
 from midstream.engine.servers.scoring import PromptScorer
 from midstream.snapshots.layout import INDEX_FILE, WEIGHTS_FILE
@@ -59,7 +60,7 @@ def largest_difference(one: Sequence[float], other: Sequence[float]) -> float:
 
 
 def proof_prompt(vocab_size: int, context: int) -> tuple[int, ...]:
-    return tuple((i * 7919 + 13) % vocab_size for i in range(max(2, min(TOKENS, context - 1))))
+    return spread_ids(max(2, min(TOKENS, context - 1)), vocab_size)
 
 
 async def score(scorer: PromptScorer, vocab_size: int, context: int) -> list[float]:

@@ -15,7 +15,8 @@ from functools import partial
 from pathlib import Path
 
 from midstream.core.types import BASE_SNAPSHOT, GenerateRequest, GenerationEvent, SamplingParams
-from midstream.engine.servers.chunks import Chunk, InvalidAnswer, error_of
+from midstream.engine.base import spread_ids
+from midstream.engine.servers.chunks import Chunk, InvalidAnswer
 from midstream.engine.servers.control import ServerRefused
 from midstream.engine.servers.labels import ChoiceLabels, Epochs
 from midstream.engine.servers.switching import TOLERANCE, NotExact, Unchanged, prove_reload, score, switch
@@ -24,7 +25,7 @@ from midstream.engine.sglang.arguments import UNREAD
 from midstream.engine.sglang.choice import SglangChoice, SglangScorer
 from midstream.engine.sglang.control import SglangControl
 from midstream.engine.sglang.server import SglangServer
-from midstream.http.call import CallFailed, call, open_stream
+from midstream.http.call import open_stream
 
 #: For the first answer of a server, which may compile kernels.
 FIRST_S_MAX = 300.0
@@ -177,18 +178,15 @@ class SglangProofs:
     def _asked(
         self, prompt: int, count: int, *, top_logprobs: int = 0, temperature: float = 0.0
     ) -> GenerateRequest:
-        ids = tuple((i * 7919 + 13) % self.vocab_size for i in range(prompt))
+        ids = spread_ids(prompt, self.vocab_size)
         sampling = SamplingParams(max_tokens=count, temperature=temperature)
         return GenerateRequest(request_id="proof", prompt=ids, sampling=sampling, top_logprobs=top_logprobs)
 
     async def _ask(self, request: GenerateRequest, key: str) -> Chunk:
-        server = self.server
         data = protocol.body(request, 0, name=new_name(), salt=key, stream=False)
-        answer = await call(server.url, "POST", protocol.PATH, data, FIRST_S_MAX, server.headers)
-        if answer.status != 200:
-            raise CallFailed(error_of("SGLang", answer.status, answer.body))
+        answer = await self.server.ask(protocol.PATH, data, FIRST_S_MAX)
         try:
-            chunk = protocol.read_answer(answer.body, request.top_logprobs)
+            chunk = protocol.read_answer(answer, request.top_logprobs)
         except InvalidAnswer as error:
             raise NotExact(f"SGLang's answer cannot be used: {error}") from error
         if chunk.error is not None:

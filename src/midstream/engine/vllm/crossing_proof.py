@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from midstream.core.types import GenerateRequest, SamplingParams
-from midstream.engine.servers.chunks import InvalidAnswer, Token
+from midstream.engine.servers.chunks import InvalidAnswer, Token, error_of
 from midstream.engine.servers.control import ServerRefused
 from midstream.engine.servers.requests import ServedWeights
 from midstream.engine.servers.scoring import ANSWER_S_MAX
@@ -61,7 +61,7 @@ class CrossingProof:
                 await stream.begun.wait()
                 if response.status >= 400:
                     await response.ended
-                    raise ServerRefused(protocol.error_of(response.status, stream.answer))
+                    raise ServerRefused(error_of(self.server.WHO, response.status, stream.answer))
                 before, after = await self._exchanged(stream)
                 await response.ended
         except TimeoutError as error:

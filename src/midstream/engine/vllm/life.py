@@ -34,7 +34,7 @@ from midstream.engine.vllm.server_proofs import LoadsFail, ServerProofs
 from midstream.engine.vllm.session_kv import SessionKv
 from midstream.engine.vllm.staging import Staging, VllmStager
 from midstream.engine.vllm.swap import Control
-from midstream.http.call import CallFailed, call
+from midstream.http.call import CallFailed
 
 logger = logging.getLogger(__name__)
 
@@ -197,12 +197,10 @@ class VllmLife(ServerProofs):
         )
         salt = secrets.token_hex(16)
         data = protocol.body(request, 0, model=self._server.served_name, salt=salt, stream=False)
-        url, headers = self._server.url, self._server.headers
-        answer = await call(url, "POST", protocol.PATH, data, FIRST_S_MAX, headers)
-        if answer.status != 200:
-            raise CallFailed(protocol.error_of(answer.status, answer.body))
+        url = self._server.url
+        answer = await self._server.ask(protocol.PATH, data, FIRST_S_MAX)
         try:
-            chunk = protocol.read_answer(answer.body, request.top_logprobs)
+            chunk = protocol.read_answer(answer, request.top_logprobs)
         except InvalidAnswer as error:
             raise ServerFailed(f"the vLLM server at {url}: {error}") from error
         self._epochs.confirmed = chunk.spans is not None

@@ -38,7 +38,7 @@ from midstream.engine.vllm.crossing_proof import CROSSING, CrossingProof, asked
 from midstream.engine.vllm.scoring import Scorer
 from midstream.engine.vllm.server import VllmServer
 from midstream.engine.vllm.swap import Control
-from midstream.http.call import CallFailed, call
+from midstream.http.call import CallFailed
 from midstream.snapshots.adapter import ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE
 from midstream.snapshots.layout import file_header, read_spec
 from midstream.snapshots.tasks import finished
@@ -199,11 +199,9 @@ class Proof:
     async def _greedy(self, name: str, count: int) -> list[Token]:
         request = asked(self._vocab_size, self._context, count, name)
         data = protocol.body(request, 0, model=name, salt=secrets.token_hex(16), stream=False)
-        answer = await call(self._server.url, "POST", protocol.PATH, data, ANSWER_S_MAX, self._server.headers)
-        if answer.status != 200:
-            raise CallFailed(protocol.error_of(answer.status, answer.body))
+        answer = await self._server.ask(protocol.PATH, data, ANSWER_S_MAX)
         try:
-            return list(protocol.read_answer(answer.body).tokens)
+            return list(protocol.read_answer(answer).tokens)
         except InvalidAnswer as error:
             raise NotExact(f"vLLM's answer to a prompt cannot be used: {error}") from error
 

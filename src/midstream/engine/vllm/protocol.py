@@ -1,6 +1,6 @@
 """The JSON of a vLLM server's `POST /inference/v1/generate` (vLLM 0.20 to 0.32), with token ids only.
 
-Owns: the request body of one choice, the chunks of a stream, an answer in one piece, and the text of an error answer. No I/O.
+Owns: the request body of one choice, the chunks of a stream, and an answer in one piece. No I/O.
 Always holds:
 - A body gives every sampling parameter, so no default of the server or of the model applies.
 - An answer that does not look as expected raises InvalidAnswer. A log-probability is asked for with every token, and is never
@@ -21,7 +21,6 @@ import msgspec
 
 from midstream.core.decoding import NOT_JSON
 from midstream.core.types import NEAR_TIES, GenerateRequest, TokenRecord, TopLogprob
-from midstream.engine.servers import chunks
 from midstream.engine.servers.chunks import (
     Chunk,
     EventReader,
@@ -388,8 +387,3 @@ def _sampling(request: GenerateRequest, choice: int) -> dict[str, Any]:
     if request.grammar is not None:
         fields["structured_outputs"] = {"grammar": request.grammar}
     return fields
-
-
-def error_of(status: int, data: bytes) -> str:
-    """The text of an answer with an error status, for the user."""
-    return chunks.error_of("vLLM", status, data)

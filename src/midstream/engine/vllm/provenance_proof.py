@@ -18,6 +18,7 @@ import secrets
 from collections.abc import Awaitable, Callable
 
 from midstream.core.types import GenerateRequest, SamplingParams
+from midstream.engine.base import spread_ids
 from midstream.engine.servers.chunks import InvalidAnswer
 from midstream.engine.servers.labels import Epochs, KvSpans
 from midstream.engine.servers.scoring import ANSWER_S_MAX
@@ -26,7 +27,7 @@ from midstream.engine.vllm.arguments import SCHEDULER, UNTOLD
 from midstream.engine.vllm.server import VllmServer
 from midstream.engine.vllm.swap import Control
 from midstream.engine.vllm.worker_extension.midstream_vllm_numbers import ANY_AGE
-from midstream.http.call import CallFailed, ResponseStream, call, open_stream
+from midstream.http.call import CallFailed, ResponseStream, open_stream
 
 logger = logging.getLogger(__name__)
 
@@ -141,8 +142,7 @@ class _Asking:
         self._server, self._model = server, model
         self.version = version
         self.begin_anew()
-        size = max(2, min(PROMPT, context - 1))
-        self._prompt = tuple((i * 7919 + 17) % vocab_size for i in range(size))
+        self._prompt = spread_ids(max(2, min(PROMPT, context - 1)), vocab_size, first=17)
         #: Tokens before the first one of a stream.
         self.of_stream = 2
         self._stream_tokens = max(1, min(STREAM, context - self.of_stream))
@@ -154,12 +154,9 @@ class _Asking:
     async def once(self, age_max: int = ANY_AGE) -> tuple[int, KvSpans]:
         """How much of the prompt was cached, and what computed it. Raises NotTold, CallFailed."""
         data = self._body(self._prompt, 1, self._salt, age_max, stream=False)
-        server = self._server
-        answer = await call(server.url, "POST", protocol.PATH, data, ANSWER_S_MAX, server.headers)
-        if answer.status != 200:
-            raise NotTold(protocol.error_of(answer.status, answer.body))
+        answer = await self._server.ask(protocol.PATH, data, ANSWER_S_MAX, NotTold)
         try:
-            chunk = protocol.read_answer(answer.body, kv=True)
+            chunk = protocol.read_answer(answer, kv=True)
         except InvalidAnswer as error:
             raise NotTold(str(error)) from error
         if [count for count, _ in chunk.kv] != [0]:

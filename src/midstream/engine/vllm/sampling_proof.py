@@ -39,7 +39,6 @@ from midstream.engine.vllm.arguments import (
 )
 from midstream.engine.vllm.server import VllmServer
 from midstream.engine.vllm.swap import Control
-from midstream.http.call import call
 
 logger = logging.getLogger(__name__)
 
@@ -202,11 +201,9 @@ async def _answer(
     """Raises OneNumber, CallFailed."""
     salt, name = secrets.token_hex(16), server.served_name
     data = protocol.body(request, 0, model=name, salt=salt, stream=False, tie=tie, both=True, masks=masks)
-    answer = await call(server.url, "POST", protocol.PATH, data, ANSWER_S_MAX, server.headers)
-    if answer.status != 200:
-        raise OneNumber(protocol.error_of(answer.status, answer.body))
+    answer = await server.ask(protocol.PATH, data, ANSWER_S_MAX, OneNumber)
     try:
-        return protocol.read_answer(answer.body, alternatives(request), both=True, masks=masks)
+        return protocol.read_answer(answer, alternatives(request), both=True, masks=masks)
     except InvalidAnswer as error:
         raise OneNumber(f"vLLM's answer has no two log-probabilities: {error}") from error
 

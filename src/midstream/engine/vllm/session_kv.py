@@ -17,6 +17,7 @@ import msgspec
 
 from midstream.core.kv import KvStats
 from midstream.core.types import GenerateRequest, SamplingParams
+from midstream.engine.base import spread_ids
 from midstream.engine.servers.chunks import InvalidAnswer
 from midstream.engine.servers.control import CALL_S_MAX, ServerRefused
 from midstream.engine.servers.engine import used_by
@@ -26,7 +27,7 @@ from midstream.engine.vllm.arguments import SCHEDULER, UNHELD
 from midstream.engine.vllm.server import VllmServer
 from midstream.engine.vllm.swap import Control
 from midstream.engine.vllm.worker_extension.midstream_vllm_numbers import LOOK
-from midstream.http.call import CallFailed, call
+from midstream.http.call import CallFailed
 
 logger = logging.getLogger(__name__)
 
@@ -146,7 +147,7 @@ class _Turn:
         vocab_size, context = sizes
         self._server = server
         self.session = secrets.token_hex(16)
-        self.prompt = tuple((i * 7919 + 29) % vocab_size for i in range(max(2, min(PROMPT, context - 1))))
+        self.prompt = spread_ids(max(2, min(PROMPT, context - 1)), vocab_size, first=29)
 
     async def take(self) -> int:
         """How much of its prompt was cached. Raises NotHeld, CallFailed."""
@@ -157,10 +158,8 @@ class _Turn:
         server, told = self._server, (self.session, 0.0, KEPT_S)
         name = server.served_name
         data = protocol.body(request, 0, model=name, salt=self.session, stream=False, session=told)
-        answer = await call(server.url, "POST", protocol.PATH, data, ANSWER_S_MAX, server.headers)
-        if answer.status != 200:
-            raise NotHeld(protocol.error_of(answer.status, answer.body))
+        answer = await server.ask(protocol.PATH, data, ANSWER_S_MAX, NotHeld)
         try:
-            return protocol.read_answer(answer.body).cached or 0
+            return protocol.read_answer(answer).cached or 0
         except InvalidAnswer as error:
             raise NotHeld(str(error)) from error
