@@ -142,7 +142,7 @@ class VllmPlayed(vllm.VllmEngine):
         served.open_stream = self._open  # type: ignore[assignment]
 
     async def start(self) -> ModelInfo:
-        self._shape = Shape(INFO.vocab_size, 2, (), 0, 0, INFO.eos_token_ids, 0)
+        self._shape = Shape(INFO.vocab_size, 2, (), 0, 0, INFO.eos_token_ids)
         self._server.max_model_len = INFO.max_model_len
         self._proving.started()
         self._boot.begin()

@@ -19,9 +19,7 @@ from midstream.engine.servers.model import Shape
 from midstream.engine.vllm.routes import InvalidRoutes, decode_routes
 
 SAMPLES: list[dict[str, Any]] = json.loads((Path(__file__).parent / "data" / "routes.json").read_text())
-SHAPE = Shape(
-    moe_layers=(1, 2), hidden_layers=3, top_k=2, num_experts=8, vocab_size=9, eos_token_ids=(), max_position=0
-)
+SHAPE = Shape(moe_layers=(1, 2), hidden_layers=3, top_k=2, num_experts=8, vocab_size=9, eos_token_ids=())
 
 
 PLAIN = "{'descr': '|u1', 'fortran_order': False, 'shape': (4, 3, 2), }"

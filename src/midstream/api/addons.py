@@ -176,7 +176,7 @@ class AddonsApi:
                 raise NotFound(f"there is no deployment {name!r}", param="deployment")
             return found
 
-        return meant(self._deployments, grant_of(request), (PUBLISH,), find, name, None)
+        return meant(grant_of(request), (PUBLISH,), find, name, None)
 
     async def _one(self, request: Request, scopes: tuple[str, ...]) -> Deployment:
         name = request.path_params["model"]
@@ -196,7 +196,7 @@ class AddonsApi:
                 raise self._deployments.missing(f"there is no deployed model {name!r}", "model")
             return found[0]
 
-        return meant(self._deployments, grant_of(request), scopes, find, None, name)
+        return meant(grant_of(request), scopes, find, None, name)
 
     def _check_account(self, request: Request) -> None:
         if f"accounts/{request.path_params['account']}" != self._deployments.default.names.account:

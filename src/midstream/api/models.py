@@ -40,7 +40,7 @@ class ModelsApi:
         def find() -> Deployment:
             return self._deployments.find(asked, param="model")
 
-        return self._model(meant(self._deployments, grant_of(request), SCOPES, find, None, asked))
+        return self._model(meant(grant_of(request), SCOPES, find, None, asked))
 
     def _models(self, grant: Grant) -> list[Model]:
         """Each once, as it stands with the deployment that its name means to this key; then the policies that are served."""

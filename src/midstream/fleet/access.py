@@ -61,14 +61,13 @@ def check_need(need: ScopeNeed, grant: Grant, request: Request, deployments: Dep
         if need.on == "meant" and not grant.everywhere(need.scopes):
             headers = request.headers
             named = headers.get(HEADER_DEPLOYMENT) or None, headers.get(HEADER_MODEL) or None
-            meant(deployments, grant, need.scopes, lambda: deployments.named(headers), *named)
+            meant(grant, need.scopes, lambda: deployments.named(headers), *named)
     except Forbidden as error:
         log_refusal(logger, request, request.headers.get(HEADER_TENANT, ""), error)
         raise
 
 
 def meant(
-    deployments: Deployments,
     grant: Grant,
     scopes: tuple[str, ...],
     find: Callable[[], Deployment],

@@ -205,7 +205,7 @@ class Proxy:
             return self.deployments.decide(deployment, model) or default
 
         if limited:
-            return meant(self.deployments, grant, (SAMPLE,), find, deployment, asked or model)
+            return meant(grant, (SAMPLE,), find, deployment, asked or model)
         return find()
 
     def upstream(self, replica: KnownReplica) -> Upstream:

@@ -297,11 +297,11 @@ class Service(Surroundings):
         session = None
         if _NAMES_SESSION(checked) != (None, None, None) or not _SESSION_HEADERS.isdisjoint(headers):
             session = session_of(checked, headers)
-        tool_format = None if checked.tools is None else check_template(checked.tools, self.text.tools)
+        tool_format = None if checked.tools is None else check_template(self.text.tools)
         count = check_room(checked, parsed, self.info, self.text)
         histories: Sequence[History] = ()
         if session is not None or given.thread is not None or not _HISTORY_HEADERS.isdisjoint(headers):
-            histories = self._histories(checked, session, given, headers, count, resumed=resume is not None)
+            histories = self._histories(session, given, headers, count, resumed=resume is not None)
         unread = self._reader.unread(parsed, checked, body_size, histories)
         choices = check_choices(count, checked.n)
         continued = None if resume is None else Continued(resume, checked, choices)
@@ -337,7 +337,7 @@ class Service(Surroundings):
         """The prompts of a body as a request with it would have them. size: of the body, in bytes. Raises MidstreamError."""
         checked = check(parsed, self.info)
         if checked.tools is not None:
-            check_template(checked.tools, self.text.tools)
+            check_template(self.text.tools)
         check_room(checked, parsed, self.info, self.text)
         return await self._reader.prompts(self._reader.unread(parsed, checked, size), headers)
 
@@ -347,7 +347,6 @@ class Service(Surroundings):
 
     def _histories(
         self,
-        checked: Checked,
         session: Session | None,
         given: Read,
         headers: Mapping[str, str],

@@ -36,7 +36,6 @@ SHAPE = Shape(
     top_k=2,
     num_experts=8,
     eos_token_ids=(),
-    max_position=0,
 )
 PROMPT = (5, 6, 7)
 

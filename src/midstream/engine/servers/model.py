@@ -36,15 +36,11 @@ BLOCKS = "block_configs"
 LAYERS = ("num_hidden_layers", "n_layers", "n_layer", "num_layers")
 #: A rule looks at each layer.
 LAYERS_MAX = 100_000
-POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "max_sequence_length")
 
 
 class Shape(msgspec.Struct, frozen=True):
     """moe_layers: ascending indices of the hidden layers with experts. Without any, top_k and num_experts are 0.
-    top_k is 0, too, where the config has none.
-
-    max_position: the longest sequence that the config promises, in tokens; 0 if it promises none.
-    """
+    top_k is 0, too, where the config has none."""
 
     vocab_size: int
     hidden_layers: int
@@ -52,7 +48,6 @@ class Shape(msgspec.Struct, frozen=True):
     top_k: int
     num_experts: int
     eos_token_ids: tuple[int, ...]
-    max_position: int
 
 
 def read_shape(directory: Path) -> Shape:
@@ -76,7 +71,6 @@ def read_shape(directory: Path) -> Shape:
         top_k=top_k if moe else 0,
         num_experts=experts if moe else 0,
         eos_token_ids=_eos(directory, levels),
-        max_position=_first(text, POSITIONS, where),
     )
 
 

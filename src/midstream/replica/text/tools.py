@@ -125,7 +125,7 @@ def _chosen(choice: Any, names: list[str]) -> int | None:
     return names.index(name)
 
 
-def check_template(plan: ToolPlan, template: TemplateTools) -> ToolFormat:
+def check_template(template: TemplateTools) -> ToolFormat:
     """The format of the calls to expect. Raises InvalidRequest where the template does not define one."""
     if not template.listed:
         raise InvalidRequest("tools: this model's chat template does not define tools", param="tools")
