@@ -29,7 +29,7 @@ from midstream.snapshots.finite import check_finite
 from midstream.snapshots.layout import read_spec
 from midstream.snapshots.store.cache import SnapshotCache
 from midstream.snapshots.store.chain import ChainFetcher
-from midstream.snapshots.store.listing import snapshot_fingerprint
+from midstream.snapshots.store.listing import find_snapshot
 
 TENSORS = 64
 TENSOR_BYTES = 16 * 2**20
@@ -52,7 +52,7 @@ def write_checkpoint(directory: Path, dtype: str) -> None:
 async def staged(bucket: Path, cache: Path) -> dict[str, float]:
     """Seconds of fetching and of verifying."""
     source = CachedSource(ChainFetcher(SnapshotCache(cache)), read_spec(bucket))
-    fingerprint = await snapshot_fingerprint(bucket.as_uri())
+    fingerprint = (await find_snapshot(bucket.as_uri())).fingerprint
     desired = Desired(snapshot="s", generation=1, url=bucket.as_uri(), fingerprint=fingerprint)
     times: dict[str, float] = {}
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from diagrams import mermaid
 
 from midstream.core.table import Table
 from midstream.engine.vllm import in_place
@@ -34,7 +35,7 @@ ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text()
     ],
 )
 def test_the_diagrams_are_the_ones_drawn_from_the_tables(machine: Table[Any, Any, Any]) -> None:
-    assert machine.mermaid() in (ROOT / "docs" / "state-machines.md").read_text()
+    assert mermaid(machine) in (ROOT / "docs" / "state-machines.md").read_text()
 
 
 def test_the_changelog_has_the_version_that_comes() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
+from fingerprints import snapshot_fingerprint
 from openapi_answers import Checked
 from reports import replica_report
 
@@ -26,7 +27,6 @@ from midstream.fleet.replica_set import ReplicaSet
 from midstream.fleet.replicas import DeploymentReplicas
 from midstream.ledger import Death, Ledger, sqlite_url
 from midstream.proxy.metrics import GatewayMetrics
-from midstream.snapshots.store.listing import snapshot_fingerprint
 
 MODEL = "accounts/local/models/tiny-moe"
 DEPLOYMENT = "accounts/local/deployments/default"

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fingerprints import snapshot_fingerprint
 from listening import stop_listening
 from test_hotload_api import DEPLOYMENT, MODEL, Server, failed, ready, serve
 
@@ -18,7 +19,6 @@ from midstream.core.types import FileContent, SnapshotFiles, Stage
 from midstream.core.wires import HOT_LOAD_PATH
 from midstream.ledger import Disagreement
 from midstream.proxy.metrics import GatewayMetrics
-from midstream.snapshots.store.listing import snapshot_fingerprint
 
 HINT_PATH = f"{HOT_LOAD_PATH}/hint"
 LEDGER_PATH = f"/v1/{DEPLOYMENT}/ledger"

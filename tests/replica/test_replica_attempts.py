@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from diagrams import mermaid
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -70,7 +71,7 @@ def wanted(snapshot: str, generation: int, **more: Any) -> Desired:
 
 
 def test_the_diagram_shows_the_whole_table() -> None:
-    lines = ATTEMPTS.mermaid().splitlines()
+    lines = mermaid(ATTEMPTS).splitlines()
     assert lines[:2] == ["stateDiagram-v2", "    [*] --> resting"]
     assert "    preparing --> superseded: newer / cancel" in lines
     assert len(lines) == len(ATTEMPTS) + 2

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from diagrams import mermaid
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -186,7 +187,7 @@ def test_weights_whose_check_failed_are_not_sound_until_a_check_passes() -> None
 
 
 def test_the_diagram_shows_the_whole_table() -> None:
-    lines = MOVES.mermaid().splitlines()
+    lines = mermaid(MOVES).splitlines()
     assert lines[:2] == ["stateDiagram-v2", "    [*] --> idle"]
     assert "    staged --> committing: commit" in lines
     assert len(lines) == len(MOVES) + 2

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from checkpoints import fetch_snapshot, files, put_directory, write_checkpoint
 from clouds import Cloud, cloud_server
+from fingerprints import snapshot_fingerprint
 from hypothesis import given
 from hypothesis import strategies as st
 from obstore.exceptions import GenericError
@@ -29,7 +30,7 @@ from midstream.snapshots.identity import BucketPlace, parse_bucket, public_url, 
 from midstream.snapshots.layout import read_spec
 from midstream.snapshots.store import upload
 from midstream.snapshots.store.bucket import check_settings, describe, open_bucket
-from midstream.snapshots.store.listing import find_snapshot, list_snapshot, snapshot_fingerprint
+from midstream.snapshots.store.listing import find_snapshot, list_snapshot
 from midstream.snapshots.store.upload import list_directory, upload_order
 
 pytestmark = pytest.mark.slow

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from checkpoints import files, flip_last, put_directory, rot, weights, write_checkpoint
+from fingerprints import snapshot_fingerprint
 from s3server import S3Server
 
 from midstream.core.errors import SnapshotCorrupt, SnapshotError, SnapshotMissing
@@ -20,7 +21,6 @@ from midstream.snapshots.store import chain as chain_module
 from midstream.snapshots.store.cache import SnapshotCache
 from midstream.snapshots.store.chain import ChainFetcher
 from midstream.snapshots.store.fetch import partial_directory
-from midstream.snapshots.store.listing import snapshot_fingerprint
 from midstream.snapshots.store.local import directory_bytes
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 from checkpoints import fetch_snapshot, flip_last, put_directory, rot, weights, write_checkpoint
+from fingerprints import snapshot_fingerprint
 
 from midstream.core.errors import SnapshotCorrupt
 from midstream.core.types import Content, FileContent, SnapshotFiles
@@ -32,7 +33,6 @@ from midstream.snapshots.content import (
 from midstream.snapshots.store import fetch
 from midstream.snapshots.store.cache import SnapshotCache
 from midstream.snapshots.store.chain import ChainFetcher
-from midstream.snapshots.store.listing import snapshot_fingerprint
 from midstream.snapshots.store.local import noted_contents
 
 NAMES = ["config.json", "model.safetensors", "tokenizer.json"]

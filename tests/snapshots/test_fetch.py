@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from checkpoints import fetch_snapshot, files, write_checkpoint
+from fingerprints import snapshot_fingerprint
 from s3server import S3Server
 
 from midstream.core.errors import SnapshotCorrupt, SnapshotError, SnapshotMissing
@@ -26,7 +27,7 @@ from midstream.snapshots.store.fetch import (
     partial_directory,
     prefetch_files,
 )
-from midstream.snapshots.store.listing import Listing, list_snapshot, snapshot_fingerprint
+from midstream.snapshots.store.listing import Listing, list_snapshot
 from midstream.snapshots.store.local import LISTING_FILE
 from midstream.snapshots.store.upload import upload_order
 

@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 import pytest
 from checkpoints import files, flip_last, put_directory, rot, weights, write_checkpoint
+from fingerprints import snapshot_fingerprint
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from s3server import S3Server
@@ -33,7 +34,7 @@ from midstream.snapshots.identity import file_url_path, snapshot_url
 from midstream.snapshots.store import kept
 from midstream.snapshots.store.cache import SnapshotCache
 from midstream.snapshots.store.chain import ChainFetcher
-from midstream.snapshots.store.listing import find_snapshot, snapshot_fingerprint
+from midstream.snapshots.store.listing import find_snapshot
 from midstream.snapshots.store.local import TEMPORARY_PREFIX, temporary_directory
 from midstream.snapshots.store.upload import read_file
 from midstream.snapshots.store.whole_files import WholeFiles

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from checkpoints import flip_last, put_directory, rot, weights, write_checkpoint
+from fingerprints import snapshot_fingerprint
 
 from midstream.core.errors import SnapshotCorrupt, SnapshotError, SnapshotMissing
 from midstream.core.types import Content, SnapshotFiles
@@ -18,7 +19,6 @@ from midstream.snapshots.content import content_fingerprint, directory_content
 from midstream.snapshots.store import chain as chain_module
 from midstream.snapshots.store.cache import SnapshotCache
 from midstream.snapshots.store.chain import ChainFetcher
-from midstream.snapshots.store.listing import snapshot_fingerprint
 from midstream.snapshots.store.local import directory_bytes
 
 Chain = tuple[SnapshotFiles, ...]

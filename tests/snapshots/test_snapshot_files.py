@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from checkpoints import fetch_snapshot
+from fingerprints import snapshot_fingerprint
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
@@ -33,7 +34,6 @@ from midstream.snapshots.layout import (
     read_spec,
 )
 from midstream.snapshots.store import bucket, fetch
-from midstream.snapshots.store.listing import snapshot_fingerprint
 from midstream.snapshots.store.local import CONTENT_FILE, LISTING_FILE, STAMPS_FILE, is_whole
 from midstream.snapshots.store.verify import check_compatible
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from checkpoints import CONFIG, flip_last, rot, weights, write_checkpoint
+from fingerprints import snapshot_fingerprint
 from safetensors.numpy import load_file, save_file
 from trainer_writers import write_miles
 
@@ -29,7 +30,6 @@ from midstream.snapshots.arc2.encode import encode_delta
 from midstream.snapshots.layout import CheckpointSpec, TensorSpec, read_spec
 from midstream.snapshots.store.cache import SnapshotCache
 from midstream.snapshots.store.chain import ChainFetcher
-from midstream.snapshots.store.listing import snapshot_fingerprint
 from midstream.snapshots.store.local import temporary_directory
 
 

@@ -1,6 +1,6 @@
 """A state machine as a table: from which phase, upon which event, to which phase, with what to do. Pure.
 
-Owns: the one class of such tables, what an illegal move is, and the diagram that the documents show.
+Owns: the one class of such tables, and what an illegal move is.
 Always holds: every move is one entry of a table; any other raises IllegalMove.
 """
 
@@ -41,10 +41,3 @@ class Table(dict[tuple[Phase, Event], tuple[Phase, Action]], Generic[Phase, Even
     def move(self, at: Phase, event: Event) -> tuple[Phase, Action]:
         """Raises IllegalMove."""
         return self[at, event]
-
-    def mermaid(self) -> str:
-        """The table as a Mermaid state diagram, for the documentation."""
-        lines = ["stateDiagram-v2", f"    [*] --> {self.first}"]
-        for (at, event), (to, action) in self.items():
-            lines.append(f"    {at} --> {to}: {event}" + ("" if action is None else f" / {action}"))
-        return "\n".join(lines) + "\n"

@@ -238,10 +238,3 @@ def ruling(phase: RequestPhase, reason: RequestEvent) -> Ruling:
     found = again if phase in RESUMING else first
     assert found is not None, f"{reason!r} at {phase!r}"
     return found
-
-
-def rulings_table() -> str:
-    """The rulings as a Markdown table, for the documentation."""
-    lines = ["| the replica refuses because | a request | the rest of a stream |", "|---|---|---|"]
-    lines += [f"| {reason} | {first or 'never'} | {again} |" for reason, (first, again) in RULINGS.items()]
-    return "\n".join(lines) + "\n"

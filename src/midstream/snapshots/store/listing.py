@@ -143,14 +143,6 @@ async def find_file(url: str, name: str) -> tuple[Store, BucketFile]:
     return store, BucketFile(name, o["size"], o["e_tag"], o["last_modified"].isoformat())
 
 
-async def snapshot_fingerprint(url: str) -> str:
-    """A digest of the names, sizes and entity tags that the files of the snapshot at `url` have now.
-
-    Raises SnapshotMissing when no snapshot file is there, SnapshotError when the store does not answer.
-    """
-    return (await find_snapshot(url)).fingerprint
-
-
 async def find_snapshot(url: str, bucket: str | None = None) -> DirectoryContents:
     """What the directory at `url` holds now. Reads no file but the manifest and an adapter's configuration.
 
