@@ -16,7 +16,7 @@ from msgspec import Meta
 from midstream.core.errors import ConfigError
 from midstream.core.key_settings import KeySettings, key_checks
 from midstream.core.logs import LogFormat
-from midstream.core.server_settings import SglangSettings, VllmSettings
+from midstream.core.server_settings import ServerSettings, SglangSettings, VllmSettings
 from midstream.core.setting_types import (
     NAME_EXPECTED,
     NAME_PATTERN,
@@ -353,6 +353,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     ray: RaySettings = RaySettings()
     tracing: TracingSettings = TracingSettings()
 
+    @property
+    def server(self) -> ServerSettings | None:
+        """Those of an engine that is a server."""
+        return {"vllm": self.vllm, "sglang": self.sglang}.get(self.engine)
+
     def __post_init__(self) -> None:
         for holds, message in (*_own_checks(self), *key_checks(self.gateway.api_keys), *_ray_checks(self)):
             if not holds:
@@ -410,7 +415,7 @@ def _own_checks(settings: Settings) -> Iterator[tuple[bool, str]]:
         f"replica.resident_snapshots above 1 needs engine = embedded: a {SERVER_NAMES.get(settings.engine)} server holds one "
         "set of weights",
     )
-    urls = {"vllm": vllm.urls, "sglang": settings.sglang.urls}.get(settings.engine, ())
+    urls = () if settings.server is None else settings.server.urls
     yield (
         not urls or len(urls) >= settings.deployment.replicas,
         f"{settings.engine}.urls names {len(urls)} servers for {settings.deployment.replicas} replicas",

@@ -44,10 +44,9 @@ def engine_fields(settings: Settings, number: int, replicas: int, *, alone: bool
 
     Raises ConfigError.
     """
-    kind = settings.engine
-    if kind == "embedded":
+    kind, own = settings.engine, settings.server
+    if own is None:
         return {"kind": kind}
-    own = settings.vllm if kind == "vllm" else settings.sglang
     if own.urls and number >= len(own.urls):
         raise ConfigError(f"{kind}.urls names {len(own.urls)} servers: there is none for replica {number}")
     if len({url.rstrip("/") for url in own.urls}) < len(own.urls):
@@ -107,14 +106,12 @@ def check_installed(settings: Settings) -> None:
         from midstream.engine.embedded.loading import check_kernels
 
         check_kernels()
-    kind = settings.engine
-    if kind == "embedded":
-        return
-    own, name = settings.vllm if kind == "vllm" else settings.sglang, SERVER_NAMES[kind]
-    if not own.urls and not _has(kind, own):
+    kind, own = settings.engine, settings.server
+    if own is not None and not own.urls and not _has(kind, own):
         raise ConfigError(
-            f"--engine {kind}: {name} is not installed for {own.python or sys.executable}: pip install {kind} there, or name "
-            f"the interpreter of an environment that has it (--{kind}-python FILE), or a running server (--{kind}-url URL)"
+            f"--engine {kind}: {SERVER_NAMES[kind]} is not installed for {own.python or sys.executable}: pip install {kind} "
+            f"there, or name the interpreter of an environment that has it (--{kind}-python FILE), or a running server "
+            f"(--{kind}-url URL)"
         )
 
 
