@@ -69,8 +69,12 @@ class _Report(msgspec.Struct, frozen=True):
     code: int | None = None
 
 
+class OpenApi(msgspec.Struct, frozen=True):
+    paths: dict[str, msgspec.Raw]
+
+
 class ServerProcess(abc.ABC):
-    """url: of a running server to attach to, instead of starting one.
+    """url: of a running server to attach to, instead of starting one. gpus: that it may use; () lets the engine choose.
 
     log: the file for the server's output; None is the standard error of this process.
     """
@@ -79,11 +83,21 @@ class ServerProcess(abc.ABC):
     WHO, SECTION = "the server", ""
     #: What answers 200 while the server lives, and what says that it has begun to serve.
     LIVES, SERVES = "/health", "/health"
-    #: Where its user sets its key.
-    KEY_HINT = ""
+    #: The environment variable in which its user sets its key.
+    KEY = ""
 
-    def __init__(self, settings: ServerSettings, url: str | None, log: Path | None) -> None:
-        self._limits = settings
+    def __init__(
+        self,
+        model_dir: Path,
+        settings: ServerSettings,
+        *,
+        url: str | None,
+        gpus: tuple[int, ...] = (),
+        log: Path | None,
+    ) -> None:
+        self._model_dir = model_dir
+        self._settings = settings
+        self._gpus = gpus
         self._attached = url is not None
         self._log = log
         self._python = settings.python or sys.executable
@@ -101,6 +115,8 @@ class ServerProcess(abc.ABC):
         self.version = ""
         self.max_model_len = 0
         self.on_cpu = False
+        # Requests may have priorities.
+        self.by_priority = False
         # It says which weights it has. Older versions of vLLM do not.
         self.names_weights = True
 
@@ -109,9 +125,11 @@ class ServerProcess(abc.ABC):
         return f"{type(self).__name__}({self.url or 'not started'}, {kind})"
 
     @property
-    @abc.abstractmethod
     def headers(self) -> str:
         """Header lines for every call, with their line ends: the key, if the user has set one for the server."""
+        key = self._settings.env.get(self.KEY, os.environ.get(self.KEY, ""))
+        # As the bytes of its UTF-8, which a header line holds as they are.
+        return f"authorization: Bearer {key.encode().decode('latin-1')}\r\n" if key else ""
 
     @abc.abstractmethod
     async def _spawn(self) -> None:
@@ -130,11 +148,11 @@ class ServerProcess(abc.ABC):
             else:
                 await self._spawn()
             try:
-                async with asyncio.timeout(self._limits.load_s_max):
+                async with asyncio.timeout(self._settings.load_s_max):
                     await self._healthy()
             except TimeoutError as error:
                 what = f"{self.WHO} at {self.url}" if self._attached else self.WHO
-                limit = f"{self._limits.load_s_max:g} s ({self.SECTION}.load_s_max)"
+                limit = f"{self._settings.load_s_max:g} s ({self.SECTION}.load_s_max)"
                 raise self._failed(f"{what} was not ready within {limit}") from error
             await self._inspect()
             self._descendants = await asyncio.to_thread(_descendants, self._keeper)
@@ -236,7 +254,9 @@ class ServerProcess(abc.ABC):
                 await asyncio.wait([self._exit], timeout=START_POLL_S)
 
     def _waits_for(self, waited_s: float) -> str:
-        limit = f"{waited_s:.0f} s so far, {self._limits.load_s_max:g} s at most ({self.SECTION}.load_s_max)"
+        limit = (
+            f"{waited_s:.0f} s so far, {self._settings.load_s_max:g} s at most ({self.SECTION}.load_s_max)"
+        )
         if self._attached:
             return f"waiting for the {self.WHO} server at {self.url} to answer {self.SERVES}: {limit}"
         last = [] if self._log is None else _last_lines(self._log)[-1:]
@@ -273,7 +293,7 @@ class ServerProcess(abc.ABC):
         except CallFailed as error:
             raise self._failed(f"{where}: {error}") from error
         if answer.status == 401:
-            raise self._failed(f"{where}: the server needs a key: {self.KEY_HINT}")
+            raise self._failed(f"{where}: the server needs a key: set {self.KEY} in {self.SECTION}.env")
         if answer.status != 200:
             raise self._failed(f"{where}: status {answer.status}{'; ' * bool(hint)}{hint}")
         try:
@@ -287,7 +307,7 @@ class ServerProcess(abc.ABC):
 
     async def _watch_health(self) -> None:
         loop = asyncio.get_running_loop()
-        answered_at, silence_s, dead, gone = loop.time(), self._limits.silence_s_max, 0, 0
+        answered_at, silence_s, dead, gone = loop.time(), self._settings.silence_s_max, 0, 0
         while True:
             await asyncio.sleep(min(HEALTH_POLL_S, silence_s / 4))
             status = await self.health(min(ANSWER_S_MAX, silence_s / 2))

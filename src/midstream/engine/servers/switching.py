@@ -116,6 +116,13 @@ async def switch(
         if resume:
             await control.resume()
         raise Unchanged(f"the server could not load the snapshot: {error}") from error
+    await adopt(control, version, on_switch, resume=resume)
+
+
+async def adopt(
+    control: ServerControl, version: str, on_switch: Callable[[], None], *, resume: bool = True
+) -> None:
+    """As `switch`, of a server that stands still and has the new weights already."""
     await control.set_version(version)
     on_switch()
     if resume:

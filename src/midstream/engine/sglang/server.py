@@ -12,10 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from midstream.core.server_settings import SglangSettings
-from midstream.engine.servers.process import NAME, ServerProcess
+from midstream.engine.servers.process import NAME, OpenApi, ServerProcess
 from midstream.engine.sglang.arguments import by_priority, command_line, environment, missing
 
 SEEDS = 2**31
@@ -32,15 +30,9 @@ ENDPOINTS = (
 )
 
 
-class _OpenApi(msgspec.Struct, frozen=True):
-    paths: dict[str, msgspec.Raw]
-
-
 class SglangServer(ServerProcess):
-    """gpus: that the server may use; () lets SGLang choose. url, log: as of a ServerProcess."""
-
     WHO, SECTION = "SGLang", "sglang"
-    KEY_HINT = "set SGLANG_API_KEY in sglang.env"
+    KEY = "SGLANG_API_KEY"
     # /health may compute a token, and would then fail in a pause.
     LIVES = "/model_info"
 
@@ -53,14 +45,9 @@ class SglangServer(ServerProcess):
         gpus: tuple[int, ...] = (),
         log: Path | None,
     ) -> None:
-        super().__init__(settings, url, log)
-        self._model_dir = model_dir
-        self._settings = settings
-        self._gpus = gpus
+        super().__init__(model_dir, settings, url=url, gpus=gpus, log=log)
         # What an attached server's /health says of a pause that its last user left is no matter: that ends first.
         self.SERVES = "/health" if url is None else self.LIVES
-        # Requests may have priorities.
-        self.by_priority = False
         # Requests find cached KV at all, in pieces of so many tokens.
         self.caches, self.page = True, 1
         # What decides how it holds weights.
@@ -68,19 +55,13 @@ class SglangServer(ServerProcess):
         # Tokens that its KV cache has room for.
         self.kv_tokens = 0
 
-    @property
-    def headers(self) -> str:
-        key = self._settings.env.get("SGLANG_API_KEY", os.environ.get("SGLANG_API_KEY", ""))
-        # As the bytes of its UTF-8, which a header line holds as they are.
-        return f"authorization: Bearer {key.encode().decode('latin-1')}\r\n" if key else ""
-
     async def _spawn(self) -> None:
         port, seed = self._take_port(), secrets.randbelow(SEEDS)
         command = command_line(self._python, self._model_dir, NAME, port, seed, self._settings.args)
         await self._run(command, environment(os.environ, self._settings.env, self._gpus))
 
     async def _inspect(self) -> None:
-        paths = (await self._get("/openapi.json", _OpenApi)).paths
+        paths = (await self._get("/openapi.json", OpenApi)).paths
         if gaps := [path for path in ENDPOINTS if path not in paths]:
             raise self._failed(
                 f"the SGLang server at {self.url} has no {', '.join(gaps)}: a newer version has"

@@ -20,7 +20,7 @@ from midstream.engine.servers.control import ServerRefused
 from midstream.engine.servers.engine import Announced
 from midstream.engine.servers.labels import ChoiceLabels
 from midstream.engine.servers.requests import ServedWeights, ServerRequest
-from midstream.engine.servers.switching import switch
+from midstream.engine.servers.switching import adopt, switch
 from midstream.engine.vllm import protocol
 from midstream.engine.vllm.adapters import Adapters, AdapterSlot, Crossing
 from midstream.engine.vllm.choice import VllmChoice, wants_both
@@ -29,7 +29,6 @@ from midstream.engine.vllm.life import VllmLife
 from midstream.engine.vllm.masks import fixed_mask
 from midstream.engine.vllm.scoring import Scorer
 from midstream.engine.vllm.staging import Staged
-from midstream.engine.vllm.swap import adopt
 from midstream.engine.vllm.worker_extension.midstream_vllm_numbers import ANY_AGE
 from midstream.http.call import CallFailed
 

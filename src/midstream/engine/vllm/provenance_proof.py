@@ -22,6 +22,7 @@ from midstream.engine.base import spread_ids
 from midstream.engine.servers.chunks import InvalidAnswer
 from midstream.engine.servers.labels import Epochs, KvSpans
 from midstream.engine.servers.scoring import ANSWER_S_MAX
+from midstream.engine.servers.switching import adopt
 from midstream.engine.vllm import protocol
 from midstream.engine.vllm.arguments import SCHEDULER, UNTOLD
 from midstream.engine.vllm.server import VllmServer
@@ -123,9 +124,7 @@ async def _prove_crossing(asking: _Asking, rename: Rename) -> None:
 
 async def _name(control: Control, version: str, begun: Callable[[], None]) -> None:
     await control.pause()
-    await control.set_version(version)
-    begun()
-    await control.resume()
+    await adopt(control, version, begun)
 
 
 def _expect(what: str, found: object, expected: object) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from midstream.core.server_settings import VllmSettings
-from midstream.engine.servers.process import ServerProcess
+from midstream.engine.servers.process import OpenApi, ServerProcess
 from midstream.engine.vllm.arguments import (
     NO_LORA,
     SCHEDULER_FLAG,
@@ -51,19 +51,13 @@ class _Version(msgspec.Struct, frozen=True):
     version: str
 
 
-class _OpenApi(msgspec.Struct, frozen=True):
-    paths: dict[str, msgspec.Raw]
-
-
 class VllmServer(ServerProcess):
-    """url: of a running server to attach to, instead of starting one.
-
-    cores, gpus: that the server may use; () lets vLLM choose. served_name: the model's name in requests.
-    log: the file for the server's output; None is the standard error of this process.
-    """
+    """cores: that the server may use; () lets vLLM choose. served_name: the model's name in requests."""
 
     WHO, SECTION = "vLLM", "vllm"
-    KEY_HINT = "set VLLM_API_KEY in vllm.env"
+    KEY = "VLLM_API_KEY"
+
+    _settings: VllmSettings
 
     def __init__(
         self,
@@ -76,11 +70,8 @@ class VllmServer(ServerProcess):
         gpus: tuple[int, ...] = (),
         log: Path | None,
     ) -> None:
-        super().__init__(settings, url, log)
-        self._model_dir = model_dir
-        self._settings = settings
+        super().__init__(model_dir, settings, url=url, gpus=gpus, log=log)
         self._cores = cores
-        self._gpus = gpus
         # An attached server that does not have this name gets its own first name here.
         self.served_name = served_name
         # It returns the experts that computed each token.
@@ -91,17 +82,8 @@ class VllmServer(ServerProcess):
         self.extension = ""
         # The class that its core makes, where it is not vLLM's own.
         self.scheduler = ""
-        # Requests may have priorities.
-        self.by_priority = False
         # It has several engines, of which one answers for all.
         self.data_parallel = False
-
-    @property
-    def headers(self) -> str:
-        """Header lines for every call, with their line ends: the key, if the user has set one for the server."""
-        key = self._settings.env.get("VLLM_API_KEY", os.environ.get("VLLM_API_KEY", ""))
-        # As the bytes of its UTF-8, which a header line holds as they are.
-        return f"authorization: Bearer {key.encode().decode('latin-1')}\r\n" if key else ""
 
     async def _spawn(self) -> None:
         port = self._take_port()
@@ -131,7 +113,7 @@ class VllmServer(ServerProcess):
         """Find out what the server is and has. Raises ServerFailed when it lacks something."""
         self.version = (await self._get("/version", _Version)).version
         hint = "was it started with --disable-fastapi-docs? It must not be"
-        paths = (await self._get("/openapi.json", _OpenApi, hint)).paths
+        paths = (await self._get("/openapi.json", OpenApi, hint)).paths
         self.names_weights = NAMES_WEIGHTS in paths
         gaps = missing_endpoints(
             paths, attached=self._attached, transfer=bool(self._settings.weight_transfer)

@@ -102,13 +102,3 @@ class Control(ServerControl):
         if not isinstance(results, list):
             raise CallFailed(f"{method}: no results: {answer.body[:200]!r}")
         return results
-
-
-async def adopt(
-    control: Control, version: str, on_switch: Callable[[], None], *, resume: bool = True
-) -> None:
-    """As `switch`, of a server that stands still and has the new weights already."""
-    await control.set_version(version)
-    on_switch()
-    if resume:
-        await control.resume()
