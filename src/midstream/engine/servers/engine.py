@@ -69,10 +69,6 @@ class ServedEngine(ServerLife, Generic[S]):
         """Send one choice to the server, unless it was ended meanwhile."""
 
     @abc.abstractmethod
-    def _salt(self, run: ServerRequest) -> tuple[str, bool]:
-        """The request's salt for the server, and whether all KV cached under it is of the weights that it runs under."""
-
-    @abc.abstractmethod
     def _scorer_of(self, weights: ServedWeights) -> PromptScorer:
         """Of requests' prompts, and of checks."""
 
@@ -90,6 +86,13 @@ class ServedEngine(ServerLife, Generic[S]):
     @property
     def _own(self) -> ServedWeights:
         return ServedWeights(NAME, self._epochs)
+
+    def _salt(self, run: ServerRequest) -> tuple[str, bool]:
+        """The request's salt for the server, and whether all KV cached under it is of the weights that it runs under."""
+        request = run.request
+        # A resumed request may be limited to younger KV than other requests of its namespace.
+        resumed = bool(request.emitted)
+        return self._salts.of(request.salt, run.weights.epochs.now, request.kv_age_max, passing=resumed)
 
     @contextmanager
     def _weights_of(self, request: GenerateRequest) -> Iterator[ServedWeights | str]:

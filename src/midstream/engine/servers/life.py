@@ -24,7 +24,7 @@ from midstream.engine.servers.boot import ServerBoot
 from midstream.engine.servers.control import ServerControl, ServerRefused
 from midstream.engine.servers.labels import Epochs
 from midstream.engine.servers.model import Shape, read_shape
-from midstream.engine.servers.process import ServerFailed, ServerProcess
+from midstream.engine.servers.process import ANSWER_S_MAX, ServerFailed, ServerProcess
 from midstream.engine.servers.proving import Proving
 from midstream.engine.servers.requests import ServerRequest
 from midstream.engine.servers.salts import Salts
@@ -37,8 +37,6 @@ logger = logging.getLogger(__name__)
 
 #: For an answer that says that the server lives, after a connection was lost.
 HEALTH_S_MAX = 5.0
-#: For an answer of the server's API process alone.
-ANSWER_S_MAX = 10.0
 #: The most prompt tokens of one step, unless a prompt may be longer.
 STEP_TOKENS = 8192
 #: A server that raises one of these while it starts cannot serve.

@@ -43,7 +43,10 @@ GONE = 3
 START_POLL_S = 0.25
 #: While a server loads its model, it is said so often what is waited for.
 SAY_S = 15.0
+#: For an answer of the server's API process alone.
 ANSWER_S_MAX = 10.0
+#: For the first answer of a server, which may compile kernels.
+FIRST_S_MAX = 300.0
 #: For calls that are made once. vLLM computes /openapi.json for seconds when it is asked for the first time.
 INSPECT_S_MAX = 60.0
 #: What stands for the status of /health when there is none.

@@ -90,12 +90,6 @@ class SglangEngine(ServedEngine[StagedFiles]):
     def refuses(self, request: GenerateRequest) -> str | None:
         return protocol.problem(request, self._shape.eos_token_ids)
 
-    def _salt(self, run: ServerRequest) -> tuple[str, bool]:
-        request = run.request
-        # A resumed request may be limited to younger KV than other requests of its namespace.
-        resumed = bool(request.emitted)
-        return self._salts.of(request.salt, self._epochs.now, request.kv_age_max, passing=resumed)
-
     async def _begin(self, run: ServerRequest, index: int, prompt: tuple[TokenRecord, ...] | None) -> None:
         if index not in run.open:
             return

@@ -18,7 +18,9 @@ from midstream.core.types import BASE_SNAPSHOT, GenerateRequest, GenerationEvent
 from midstream.engine.base import spread_ids
 from midstream.engine.servers.chunks import Chunk, InvalidAnswer
 from midstream.engine.servers.control import ServerRefused
+from midstream.engine.servers.engine import CONNECT_S_MAX
 from midstream.engine.servers.labels import ChoiceLabels, Epochs
+from midstream.engine.servers.process import FIRST_S_MAX
 from midstream.engine.servers.switching import TOLERANCE, NotExact, Unchanged, prove_reload, score, switch
 from midstream.engine.sglang import protocol
 from midstream.engine.sglang.arguments import UNREAD
@@ -27,9 +29,6 @@ from midstream.engine.sglang.control import SglangControl
 from midstream.engine.sglang.server import SglangServer
 from midstream.http.call import open_stream
 
-#: For the first answer of a server, which may compile kernels.
-FIRST_S_MAX = 300.0
-CONNECT_S_MAX = 30.0
 #: Tokens of a prompt, and of a greedy answer to it.
 PROMPT, ANSWER = 24, 4
 #: A temperature that a log-probability must not depend on.

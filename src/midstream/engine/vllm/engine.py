@@ -86,20 +86,16 @@ class VllmEngine(VllmLife):
             kv=kv,
             session=self._kv.asked(request),
         )
-
         await self._send(run, index, choice, data)
 
     def _scorer_of(self, weights: ServedWeights) -> Scorer:
         return self._scorer(weights, in_pause=not self._no_frozen_check)
 
     def _salt(self, run: ServerRequest) -> tuple[str, bool]:
-        request = run.request
-        if not self._no_provenance:
-            # The scheduler gives it none that is too old. What it gives is told.
-            return self._salts.lasting(request.salt), False
-        # A resumed request may be limited to younger KV than other requests of its namespace.
-        resumed = bool(request.emitted)
-        return self._salts.of(request.salt, run.weights.epochs.now, request.kv_age_max, passing=resumed)
+        if self._no_provenance:
+            return super()._salt(run)
+        # The scheduler gives it none that is too old. What it gives is told.
+        return self._salts.lasting(run.request.salt), False
 
     def _kv_asked(self, request: GenerateRequest) -> tuple[int, int] | None:
         """What the scheduler is asked for, if it says which weights computed KV."""

@@ -13,8 +13,8 @@ from midstream.core.server_settings import VllmSettings
 from midstream.core.types import EngineCard, GenerateRequest, SamplingParams
 from midstream.engine.base import StagingFailed
 from midstream.engine.servers.chunks import InvalidAnswer
-from midstream.engine.servers.life import ANSWER_S_MAX, HEALTH_S_MAX
-from midstream.engine.servers.process import NAME, ServerFailed
+from midstream.engine.servers.life import HEALTH_S_MAX
+from midstream.engine.servers.process import ANSWER_S_MAX, FIRST_S_MAX, NAME, ServerFailed
 from midstream.engine.servers.switching import proof_prompt, score
 from midstream.engine.vllm import protocol
 from midstream.engine.vllm.adapters import FOLDER
@@ -38,8 +38,6 @@ from midstream.http.call import CallFailed
 
 logger = logging.getLogger(__name__)
 
-#: For the first answer of a server, which may compile kernels.
-FIRST_S_MAX = 300.0
 #: For the prompt that is scored in a pause at the start.
 FROZEN_S_MAX = 60.0
 #: A pause that waits for a switch looks so often whether an update has stopped the server meanwhile.

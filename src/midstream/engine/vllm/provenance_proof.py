@@ -20,6 +20,7 @@ from collections.abc import Awaitable, Callable
 from midstream.core.types import GenerateRequest, SamplingParams
 from midstream.engine.base import spread_ids
 from midstream.engine.servers.chunks import InvalidAnswer
+from midstream.engine.servers.engine import CONNECT_S_MAX
 from midstream.engine.servers.labels import Epochs, KvSpans
 from midstream.engine.servers.scoring import ANSWER_S_MAX
 from midstream.engine.servers.switching import adopt
@@ -36,7 +37,6 @@ logger = logging.getLogger(__name__)
 PROMPT, STREAM = 300, 400
 #: Streams that are begun until one crosses. A short one may end before.
 TRIES = 3
-CONNECT_S_MAX = 30.0
 
 
 class NotTold(Exception):
