@@ -278,6 +278,27 @@ def test_a_replica_that_restarted_is_said_at_the_next_start_with_the_world_size(
     in_world(tmp_path, work)
 
 
+def test_a_replica_that_is_not_heard_for_a_while_ends_no_group_and_its_next_boot_does(tmp_path: Path) -> None:
+    async def work(world: World) -> None:
+        [gateway] = world.gateways
+        await gateway.init()
+        lost = world.replicas["replica-2"]
+        lost.dead = True
+        world.hear()
+        with pytest.raises(ReplicaUnavailable, match="replica-2 is not reachable"):
+            await gateway.start()
+        lost.dead = False
+        world.hear()
+        await gateway.push()
+        lost.restart()
+        world.hear()
+        with pytest.raises(Conflict, match="replica replica-2 restarted"):
+            await gateway.start()
+        assert await world.group() is None
+
+    in_world(tmp_path, work)
+
+
 def test_replicas_that_are_not_ready_are_named_and_another_world_size_is_said(tmp_path: Path) -> None:
     async def work(world: World) -> None:
         [gateway] = world.gateways
@@ -432,6 +453,42 @@ def test_a_group_that_waits_ends_once_its_last_replica_has_left_it(tmp_path: Pat
         assert not await look(other)
         assert other.door.counts.groups_ended == {"left": 1}
         assert (await one.init()).group == (await world.group()).group
+
+    in_world(tmp_path, work, gateways=2)
+
+
+@pytest.mark.parametrize("sees", ["no replica", "none that reports"])
+def test_a_gateway_that_sees_no_replica_ends_no_group_and_says_so(tmp_path: Path, sees: str) -> None:
+    """It was partitioned, or has just started. Another gateway sees all of them."""
+
+    async def work(world: World) -> None:
+        one, blind = world.gateways
+        await one.init()
+        group = await world.group()
+        if sees == "no replica":
+            blind.replicas.facts.set_members([])
+            blind.deployment.wanted = 0
+        else:
+            for view in blind.replicas.views:
+                view.replica.hear(None)
+        for _ in range(2):
+            await blind.upkeep.look_once()
+            await blind.upkeep.kept()
+            world.clock.time += MEMBERS_LOOK_S
+        with pytest.raises(ReplicaUnavailable, match="replica-0, replica-1, replica-2") as unseen:
+            await blind.start()
+        assert unseen.value.retry_after_s
+        assert (await world.group()).group == group.group
+        assert world.groups == {group.group}
+        # No trainer waits for a broadcast now: the call may come again.
+        await one.start()
+        await one.update()
+        with pytest.raises(ReplicaUnavailable, match="not reachable"):
+            await blind.finish()
+        assert (await world.group()).phase is Phase.STARTED
+        assert (await one.finish()).desired.snapshot == "v1"
+        assert (await world.group()).group == group.group
+        assert blind.door.counts.groups_ended == {}
 
     in_world(tmp_path, work, gateways=2)
 

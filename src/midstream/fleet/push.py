@@ -6,6 +6,7 @@ Always holds:
   two gateways, one does.
 - Every phase has a deadline. A group that is past it ends: its replicas leave it, and what they received is dropped.
 - A trainer that may be inside a broadcast does not hang: when its update is refused, the group ends.
+- No group ends because a gateway hears of no replica: it asks for another call.
 - An update becomes a snapshot only if its replicas, at least the quorum, have the same bytes. Nothing of it serves before.
 - A name that is refused ends nothing, nor policies in the way: the replicas hold the weights for another finish until the
   deadline.
@@ -29,13 +30,7 @@ from midstream.core.errors import (
     ReplicaUnavailable,
     SnapshotRefused,
 )
-from midstream.core.transfer import (
-    Begin,
-    Finish,
-    InitInfo,
-    Received,
-    Rendezvous,
-)
+from midstream.core.transfer import Begin, Finish, InitInfo, Received, Rendezvous
 from midstream.core.types import Content, Desired
 from midstream.fleet import push_members, push_parts
 from midstream.fleet.push_counts import CHOSEN, Ending, PushCounts
@@ -46,10 +41,8 @@ from midstream.fleet.push_members import (
     all_ready,
     and_ended,
     boot_of,
-    changed_since,
     left_since,
     needed,
-    ranks_of,
 )
 from midstream.fleet.push_orders import (
     Endings,
@@ -227,6 +220,7 @@ class PushDoor:
             await publishing.served(before.desired, before.replicas, finish_s)
             return before
         seen = await self._open(deployment, Event.FINISH)
+        push_members.check_reachable(deployment, seen, every=False)
         # The replicas hold the weights for a name as long as they would have had for the first one.
         within_s = None if seen.phase is Phase.UNNAMED else finish_s + GRACE_S
         group = await self._ledger.move_transfer(seen, Event.FINISH, within_s=within_s)
@@ -328,11 +322,12 @@ class PushDoor:
             raise Conflict(f"the trainer's group of {deployment.name} was moved meanwhile; {AGAIN}")
 
     async def _check_members(self, deployment: Deployment, group: Transfer) -> None:
-        """Raises Conflict when other replicas, or other boots, are to take part; the group has ended then."""
-        if not (changed := changed_since(deployment, group)):
+        """Raises ReplicaUnavailable, and Conflict when others, or other boots, are to take part; the group has ended then."""
+        if not (changed := push_members.changed_since(deployment, group)):
+            push_members.check_reachable(deployment, group, every=True)
             return
         await self.end(deployment, group, "members", ", ".join(changed))
-        size = min(member.rank for member in group.members) + ranks_of(deployment)
+        size = min(member.rank for member in group.members) + push_members.ranks_of(deployment)
         raise Conflict(f"{', '.join(changed)}: the world size is {size} now; {AGAIN}")
 
     async def _all_do(

@@ -3,6 +3,7 @@
 Always holds:
 - Every replica that a deployment is to have takes part, in its present boot. Ranks have no gaps.
 - At the finish, a member that the deployment is to have no more counts for nothing, and enough members have the bytes.
+- What a gateway does not hear of is no sign that a member is gone.
 """
 
 from __future__ import annotations
@@ -123,11 +124,32 @@ def boot_of(deployment: Deployment, replica: str) -> str | None:
 
 def left_since(deployment: Deployment, group: Transfer) -> dict[str, str]:
     """Members that the deployment is to have no more, with that as the reason. Their failures count for nothing."""
+    if not _sees(deployment):
+        return {}
     return {
         member.replica: f"{member.replica} has left the deployment"
         for member in group.members
         if deployment.replicas.named(member.replica) is None and member.replica not in deployment.absent
     }
+
+
+def _sees(deployment: Deployment) -> bool:
+    """Whether this gateway hears of any replica. One that has just started, or is cut off, says nothing of a group."""
+    return any(view.report is not None for view in deployment.replicas.views)
+
+
+def check_reachable(deployment: Deployment, group: Transfer, *, every: bool) -> None:
+    """Raises ReplicaUnavailable unless this gateway hears of the group's members, or of one. The group stays: another gateway
+    may hear of them, and a member that restarts says so."""
+    left = left_since(deployment, group)
+    members = [member.replica for member in group.active if member.replica not in left]
+    unheard = [name for name in members if boot_of(deployment, name) is None]
+    if unheard and (every or unheard == members):
+        are = "is" if len(unheard) == 1 else "are"
+        raise ReplicaUnavailable(
+            f"{', '.join(unheard)} {are} not reachable; the group stays, so repeat the call",
+            retry_after_s=READY_AGAIN_S,
+        )
 
 
 def needed(group: Transfer, quorum: float, left: Collection[str] = ()) -> int:
@@ -136,15 +158,11 @@ def needed(group: Transfer, quorum: float, left: Collection[str] = ()) -> int:
 
 
 def changed_since(deployment: Deployment, group: Transfer) -> list[str]:
-    """Why the group is not that of the replicas any more, in words. A replica that is not ready yet changes nothing."""
-    found = []
-    for member in group.members:
-        boot = boot_of(deployment, member.replica)
-        if boot is None:
-            is_there = deployment.replicas.named(member.replica) is not None
-            found.append(f"replica {member.replica} is {'not reachable' if is_there else 'gone'}")
-        elif boot != member.boot:
-            found.append(f"replica {member.replica} restarted")
-    known = {member.replica for member in group.members}
-    joined = [view.name for view in deployment.replicas.views if view.usable and view.name not in known]
+    """Why the group is not that of the replicas any more, in words. A replica that is not ready yet, or not reachable, changes
+    nothing."""
+    left = left_since(deployment, group)
+    found = [f"replica {name} is gone" for name in left]
+    boots = {member.replica: (member.boot, boot_of(deployment, member.replica)) for member in group.members}
+    found += [f"replica {name} restarted" for name, (boot, now) in boots.items() if now not in (None, boot)]
+    joined = [view.name for view in deployment.replicas.views if view.usable and view.name not in boots]
     return [*found, *(f"replica {name} joined" for name in joined)]

@@ -240,8 +240,8 @@ GATEWAY = (
     Mutation(
         "a_replica_that_restarted_stays_in_its_group",
         "fleet/push_members.py",
-        "        elif boot != member.boot:\n",
-        "        elif not boot:\n",
+        "if now not in (None, boot)]",
+        'if now == ""]',
         "A member of a group is a boot of a replica, and another boot is said with the world size.",
         ("control/test_push.py",),
     ),
