@@ -13,10 +13,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from replica_fakes import MODEL, FakeEngine, Running, running
+from test_kv_waits import SmallCache
 from tiers import examples
 
 from midstream.core.headers import HEADER_BOOT, HEADER_MOVED, HEADER_SESSION
 from midstream.core.price import Moved
+from midstream.replica.gate import Door
 from midstream.replica.turns.message_keys import digest
 from midstream.replica.turns.travel import packed, unpacked
 from midstream.replica.turns.tree import Trees, Turn, TurnKeys, TurnTree
@@ -165,5 +167,44 @@ def test_a_home_that_does_not_answer_costs_the_history_alone_and_the_response_sa
             for moved in (msgspec.json.encode(Moved(url=url)).decode(), "{"):
                 shown = await turn(here, messages, **{HEADER_MOVED: moved})
                 assert shown["midstream"]["branch"]["why"] in ("unknown", "edited")
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("admits", [True, False])
+def test_a_home_keeps_the_kv_of_a_session_until_another_replica_has_let_its_turn_in(
+    tmp_path: Path, admits: bool
+) -> None:
+    async def main() -> None:
+        folders = [tmp_path / name for name in "ab"]
+        for folder in folders:
+            folder.mkdir()
+        async with (
+            asyncio.timeout(30),
+            running(folders[0], SmallCache(), "secret") as old,
+            running(folders[1], FakeEngine("hel"), "secret") as new,
+        ):
+            for here in (old, new):
+                here.http.headers["x-midstream-token"] = "secret"
+            messages = [{"role": "user", "content": "begin"}]
+            shown = await turn(old, messages)
+            said = shown["choices"][0]["message"]["content"]
+            messages += [{"role": "assistant", "content": said}, {"role": "user", "content": "on"}]
+            moved = msgspec.json.encode(Moved(url=old.url)).decode()
+            assert isinstance(old.engine, SmallCache)
+            if not admits:
+                new.replica.own.gate.set(Door.CLOSED)
+                headers = {HEADER_BOOT: new.replica.boot, HEADER_SESSION: "s", HEADER_MOVED: moved}
+                body = {"model": MODEL, "messages": messages, "max_tokens": 4}
+                refused = await new.http.post("/v1/chat/completions", json=body, headers=headers)
+                assert refused.status_code == 425
+                assert repr(new.replica.earlier) == "EarlierTurns(0 fetched, 0 told)"
+                assert old.engine.sessions_over == []
+                assert "midstream" not in await turn(old, messages), "it comes back"
+                return
+            assert ("", "s") in old.replica.budget.account
+            assert "midstream" not in await turn(new, messages, **{HEADER_MOVED: moved})
+            await old.until(lambda: old.engine.sessions_over == ["\0s"])
+            assert ("", "s") not in old.replica.budget.account
 
     asyncio.run(main())

@@ -45,8 +45,8 @@ from midstream.core.wires import PREFIX, WIRES, WirePath, wire_of
 from midstream.http.budget import Budget, BudgetBounds
 from midstream.http.http1 import ClientConnection, Exchange
 from midstream.http.message import Request
-from midstream.replica.control import TraceExchange, TransferExchange, TurnsExchange
-from midstream.replica.earlier import PATH_TURNS, EarlierTurns
+from midstream.replica.control import TakenExchange, TraceExchange, TransferExchange, TurnsExchange
+from midstream.replica.earlier import PATH_TAKEN, PATH_TURNS, EarlierTurns
 from midstream.replica.exchange import (
     Answer,
     FailedExchange,
@@ -125,6 +125,7 @@ class ReplicaApp:
             b"/replica/sessions": (post, _at_once(lambda request: _sessions(replica, request))),
             b"/replica/sessions/close": (post, _at_once(lambda request: _close_session(replica, request))),
             PATH_TURNS.encode(): (post, lambda request, client: TurnsExchange(request, client, replica)),
+            PATH_TAKEN.encode(): (post, lambda request, client: TakenExchange(request, client, replica)),
             b"/replica/trace": (post, lambda request, client: TraceExchange(request, client, replica)),
             b"/replica/responses": (post, _at_once(lambda request: _response(replica, request))),
             b"/replica/reward": (post, _at_once(lambda request: _reward(replica, request))),
@@ -234,6 +235,7 @@ class InferenceExchange(TaskExchange):
         with self._replica.serves(policy, boot) as service:
             async with self._admitted(service) as generation:
                 self._generation = generation
+                self._replica.earlier.let_in(self._headers)
                 self._fixed.update(generation.timings.waited)
                 if generation.ignored:
                     self._fixed[HEADER_IGNORED_FIELDS] = header_value(generation.ignored)

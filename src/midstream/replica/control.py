@@ -13,6 +13,7 @@ from midstream.core.decoding import message_of
 from midstream.core.errors import InvalidRequest
 from midstream.core.sessions import SessionsAsked
 from midstream.core.transfer import TransferOrder
+from midstream.core.types import Session
 from midstream.http.http1 import ClientConnection
 from midstream.http.message import Request
 from midstream.replica.exchange import TaskExchange
@@ -21,6 +22,14 @@ from midstream.replica.turns.travel import packed
 
 _asked = msgspec.json.Decoder(SessionsAsked)
 _transfer = msgspec.json.Decoder(TransferOrder)
+
+
+def _one_session(request: Request, which: str) -> Session:
+    """Raises InvalidRequest."""
+    asked = message_of(request.body, _asked, "a question about sessions")
+    if asked.key is None:
+        raise InvalidRequest(which, param="key")
+    return asked.tenant, asked.key
 
 
 class _ControlExchange(TaskExchange):
@@ -33,10 +42,7 @@ class TraceExchange(_ControlExchange):
     """The turns of a session, encoded in a thread: they may be many megabytes."""
 
     async def _answer(self) -> None:
-        asked = message_of(self._request.body, _asked, "a question about sessions")
-        if asked.key is None:
-            raise InvalidRequest("which session's trace", param="key")
-        session = (asked.tenant, asked.key)
+        session = _one_session(self._request, "which session's trace")
         body = await asyncio.to_thread(lambda: msgspec.json.encode({"trace": self._replica.trace(session)}))
         self._whole(200, body, {})
 
@@ -45,11 +51,16 @@ class TurnsExchange(_ControlExchange):
     """The turns of a session that moves, for its next home."""
 
     async def _answer(self) -> None:
-        asked = message_of(self._request.body, _asked, "a question about sessions")
-        if asked.key is None:
-            raise InvalidRequest("which session's turns", param="key")
-        trees = self._replica.trees.all_of((asked.tenant, asked.key))
+        trees = self._replica.trees.all_of(_one_session(self._request, "which session's turns"))
         self._whole(200, await asyncio.to_thread(packed, trees), {})
+
+
+class TakenExchange(_ControlExchange):
+    """Another replica has let in a turn of a session that moved."""
+
+    async def _answer(self) -> None:
+        self._replica.budget.taken(_one_session(self._request, "which session was taken"))
+        self._whole(200, b"{}", {})
 
 
 class TransferExchange(_ControlExchange):

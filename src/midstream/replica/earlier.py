@@ -1,7 +1,9 @@
 """The turns of a session that moved here, fetched from its home before, so that its next turn continues them token for token.
 
-Always holds: the turn that brings its session here waits for them, and so does every other turn of the session. If the home
-before does not answer, the session goes on without them, and its response says so as after the loss of a replica.
+Always holds:
+- The turn that brings its session here waits for them, and so does every other turn of the session. If the home before does
+  not answer, the session goes on without them, and its response says so as after the loss of a replica.
+- The home before learns that the session is taken once a turn of it was let in here, and not before.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from midstream.replica.turns.tree import Trees
 
 log = logging.getLogger(__name__)
 
-PATH_TURNS = "/replica/turns"
+PATH_TURNS, PATH_TAKEN = "/replica/turns", "/replica/sessions/taken"
 FETCH_S = 5.0
 
 
@@ -36,9 +38,10 @@ class EarlierTurns:
         self._trees = trees
         self._token = f"{HEADER_TOKEN}: {token}\r\n" if token else ""
         self._fetching: dict[Session, asyncio.Task[None]] = {}
+        self._telling: set[asyncio.Task[None]] = set()
 
     def __repr__(self) -> str:
-        return f"EarlierTurns({len(self._fetching)} fetched)"
+        return f"EarlierTurns({len(self._fetching)} fetched, {len(self._telling)} told)"
 
     async def bring(self, headers: Mapping[str, str]) -> None:
         """Returns once the turns of the request's session are here, if it moved."""
@@ -46,24 +49,50 @@ class EarlierTurns:
         if moved is None and not self._fetching:
             # Nearly always.
             return
-        session = headers.get(HEADER_TENANT, ""), unquote(headers.get(HEADER_SESSION, ""))
+        session = _session(headers)
         task = self._fetching.get(session)
-        if task is None and moved is not None:
-            given = from_header(moved, Moved)
-            if given is None or not given.url or not session[1]:
-                return
-            task = self._fetching[session] = asyncio.create_task(self._fetch(session, given.url))
+        if task is None and (url := _home_before(headers)):
+            task = self._fetching[session] = asyncio.create_task(self._fetch(session, url))
             task.add_done_callback(lambda _: self._fetching.pop(session, None))
         if task is not None:
             # A client that leaves takes nothing from the others that wait for it.
             await asyncio.shield(task)
 
+    def let_in(self, headers: Mapping[str, str]) -> None:
+        """A request was let in. If it brought its session here, the home before need keep nothing for that."""
+        if HEADER_MOVED in headers and (url := _home_before(headers)):
+            task = asyncio.create_task(self._tell(_session(headers), url))
+            self._telling.add(task)
+            task.add_done_callback(self._telling.discard)
+
     async def _fetch(self, session: Session, url: str) -> None:
-        asked = msgspec.json.encode(SessionsAsked(tenant=session[0], key=session[1]))
         try:
-            answer = await call(url, "POST", PATH_TURNS, asked, FETCH_S, self._token, tls=tls_for(url, None))
-            if answer.status != 200:
-                raise CallFailed(answer.message)
-            self._trees.bring(session, await asyncio.to_thread(unpacked, answer.body))
+            data = await self._ask(PATH_TURNS, session, url)
+            self._trees.bring(session, await asyncio.to_thread(unpacked, data))
         except (CallFailed, ValueError) as error:
             log.warning("turns of a session that moved here stayed at %s: %s", url, error)
+
+    async def _tell(self, session: Session, url: str) -> None:
+        try:
+            await self._ask(PATH_TAKEN, session, url)
+        except CallFailed as error:
+            # It keeps the session's KV for as long as that may be silent.
+            log.debug("%s was not told that a session has moved here: %s", url, error)
+
+    async def _ask(self, path: str, session: Session, url: str) -> bytes:
+        """Raises CallFailed."""
+        asked = msgspec.json.encode(SessionsAsked(tenant=session[0], key=session[1]))
+        answer = await call(url, "POST", path, asked, FETCH_S, self._token, tls=tls_for(url, None))
+        if answer.status != 200:
+            raise CallFailed(answer.message)
+        return answer.body
+
+
+def _session(headers: Mapping[str, str]) -> Session:
+    return headers.get(HEADER_TENANT, ""), unquote(headers.get(HEADER_SESSION, ""))
+
+
+def _home_before(headers: Mapping[str, str]) -> str:
+    """Its URL; "": the request did not bring its session here, or the home before has nothing of it."""
+    moved = from_header(headers.get(HEADER_MOVED, ""), Moved)
+    return "" if moved is None or not headers.get(HEADER_SESSION) else moved.url

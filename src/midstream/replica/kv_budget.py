@@ -110,7 +110,7 @@ class KvTurn:
 class KvBudget:
     """share: of the cache that may be claimed; 0: nothing waits. stats: the engine's. known: whether a session has begun here.
 
-    ended: is called with a session that is over, for the engine.
+    ended: is called with a session that is over here, for the engine.
     """
 
     def __init__(
@@ -232,7 +232,7 @@ class KvBudget:
         needs = max(tokens, self.account.asks(beginning(turn), tokens, turn.said, turn.beside))
         handed = self.moves.on_arrival(Movable(session, tokens, needs, turn.begun, 0.0), now)
         if handed is not None:
-            self._gone(session)
+            self._goes(session)
             raise _handed_over(handed)
 
     def _hand_over(self, waiting: Sequence[Waiting]) -> None:
@@ -242,12 +242,21 @@ class KvBudget:
         able = [one for one in waiting if one.movable and not one.over()]
         for at, handed in self.moves.of_waiting([self._movable(one, now) for one in able], now).items():
             self.queue.hand_over(able[at], handed, now)
-            self._gone(able[at].session)
+            self._goes(able[at].session)
 
-    def _gone(self, session: Session | None) -> None:
-        """It goes on elsewhere, and claims nothing here any more."""
-        if session is not None and self.account.end(session, elsewhere=True):
-            self._ended(session)
+    def _goes(self, session: Session | None) -> None:
+        """It is to go on elsewhere, and claims nothing here any more. It may come back, so the engine keeps what it has."""
+        if session is not None:
+            self.account.end(session, elsewhere=True)
+
+    def taken(self, session: Session) -> None:
+        """Another replica has let in a turn of the session."""
+        if self.account.runs(session) or self.queue.find(session) is not None:
+            # It has come back meanwhile.
+            return
+        self._goes(session)
+        self._ended(session)
+        self._settle()
 
     def _over(self, turn: KvTurn, session: Session, context: int) -> None:
         now = self._monotonic()
