@@ -162,6 +162,51 @@ def test_a_session_lives_on_at_home_when_its_new_home_is_full_after_all() -> Non
     run(main)
 
 
+async def dies(request: Message, peer: Peer) -> None:
+    """Its process is gone before it answers."""
+    peer.abort()
+
+
+@pytest.mark.parametrize("back", ["home", "home, which forgot the boot", "a third one"])
+def test_a_session_whose_new_home_dies_before_it_answers_still_has_the_turns_of_its_old_home(
+    back: str,
+) -> None:
+    async def main() -> None:
+        async with staged(*[respond_ok] * 3) as stage:
+            for at in range(3):
+                hear(stage, at)
+            home = await home_of(stage)
+            new, third = [at for at in range(3) if at != home]
+            url = stage.views[home].url
+            hear(stage, home, kv_waits=FULL)
+            half = KvWaits(budget_tokens=10_000, claimed_tokens=6_000)
+            hear(stage, third, kv_waits=half, pace=TurnPace(prefill_tokens_s=300.0))
+            sessions = stage.gateway.proxy.deployments.default.sessions
+
+            async def dies_and_returns(request: Message, peer: Peer) -> None:
+                sessions.begin(f"replica-{new}", "another boot")
+                await dies(request, peer)
+
+            sessions.begin(f"replica-{new}", f"boot of replica-{new}")
+            stage.mocks[new].handler = dies_and_returns if "boot" in back else dies
+            if back == "a third one":
+                leave(stage, home)
+            else:
+                stage.mocks[home].handler = hands_over(handed())
+            answer = await stage.ask(post(headers=SESSION))
+            assert answer.status == 200
+            assert len(stage.mocks[new].requests) == 1
+            if back == "a third one":
+                said = stage.mocks[third].requests[-1].headers["x-midstream-moved"]
+                assert msgspec.json.decode(said, type=Moved).url == url
+            else:
+                assert answer.headers["x-midstream-replica"] == lives(stage) == f"replica-{home}"
+                assert stage.mocks[home].requests[-1].headers["x-midstream-stay"] == "1"
+                assert "x-midstream-moved" not in stage.mocks[home].requests[-1].headers
+
+    run(main)
+
+
 def test_all_turns_of_a_session_that_are_handed_over_go_to_one_home() -> None:
     async def main() -> None:
         async with staged(*[respond_ok] * 3) as stage:

@@ -234,6 +234,11 @@ class SessionTable:
         self._left(found)
         return True
 
+    def not_begun(self, session: Session, replica: str, stamp: int, came_from: str) -> None:
+        """The placing of this stamp on `replica` came to nothing. If the session moved, it lives on where it came from."""
+        if (self.forget(session, replica, stamp) or self.home(session) is None) and came_from:
+            self.settle(session, came_from)
+
     def settle(self, session: Session, replica: str) -> int:
         """The session lives on `replica` from now on. The stamp of that."""
         stamp = round(self._clock() * 1000)

@@ -278,6 +278,7 @@ class Proxy:
         before = replicas.heard(home)
         self.metrics.moves["lost" if before is None else "leaving"] += 1
         placed.moved = Moved(url="" if before is None else before.url)
+        placed.came_from = "" if before is None else home
 
     def _note(self, placed: Placed, session: Session | None) -> None:
         self.metrics.routes[placed.decision.reason] += 1

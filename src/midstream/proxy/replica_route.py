@@ -405,6 +405,8 @@ class ReplicaRoute(Route):
         return self._elsewhere(lost=lost) if error is None else self._failed(error)
 
     def _elsewhere(self, *, lost: bool) -> Judgement:
+        if self._at.chosen.came_from and self._rest is None:
+            self._not_begun()
         self._tries.replicas |= {self._at.view.name}
         self._tries.lost += lost
         if self._tries.too_many_lost:
@@ -413,13 +415,11 @@ class ReplicaRoute(Route):
         return ELSEWHERE
 
     def _not_begun(self) -> None:
-        """A replica refused this request: a session that has nothing there yet may begin elsewhere. One that another request
-        began there meanwhile has the replica's own stamp. One that moved lives on where it came from."""
-        placed, session, sessions = self._at.chosen, self._asked.session, self._deployment.sessions
-        if session is None or not placed.stamp:
-            return
-        if sessions.forget(session, placed.view.name, placed.stamp) and placed.came_from:
-            sessions.settle(session, placed.came_from)
+        """A replica refused this request, or was lost before it answered: a session that has nothing there yet may begin
+        elsewhere. One that another request began there meanwhile has the replica's own stamp."""
+        placed, session = self._at.chosen, self._asked.session
+        if session is not None and placed.stamp:
+            self._deployment.sessions.not_begun(session, placed.view.name, placed.stamp, placed.came_from)
 
     def leaves(self, phase: RequestPhase, reason: str) -> Judgement | None:
         deployment, versions, streams = self._deployment, self._versions, phase is RequestPhase.PASSING
