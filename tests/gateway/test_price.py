@@ -160,6 +160,29 @@ def test_a_rate_is_of_the_engine_alone_and_never_more_than_a_report_may_have() -
         assert msgspec.json.decode(msgspec.json.encode(said), type=type(said)) == said
 
 
+@pytest.mark.parametrize("begun", [True, False])
+def test_turns_of_one_session_go_together_or_not_at_all(begun: bool) -> None:
+    moves = Moves()
+    measured(moves, 0.0)
+    one, other, last = (
+        waiting(1, 9.0, begun=begun),
+        waiting(2, 8.0, begun=begun),
+        waiting(1, 1.3, begun=begun),
+    )
+    # Each of the two would fit, but has 600 tokens beside its context.
+    one, last = (turn._replace(needs=1600, beside=600) for turn in (one, last))
+    moves.take(RoomOffer(room_tokens=2199, prefill_tokens_s=1000.0), 1.0)
+    found = moves.of_waiting([one, other, last], 1.0)
+    assert list(found) == ([1] if begun else []), "no smaller one passes a new session before it"
+    moves.take(RoomOffer(room_tokens=2999, prefill_tokens_s=1000.0), 1.0)
+    found = moves.of_waiting([one, other, last], 1.0)
+    assert sorted(found) == [0, 2], "the longest wait counts for both"
+    assert {(each.tokens, each.needs) for each in found.values()} == {(2000, 2200)}
+    # Nothing is computed twice without a gain.
+    moves.take(RoomOffer(room_tokens=9999, prefill_tokens_s=250.0), 1.0)
+    assert list(moves.of_waiting([one, last], 1.0)) == ([] if begun else [0, 1])
+
+
 def test_new_sessions_go_in_their_order_into_the_room_that_is_offered() -> None:
     moves = Moves()
     new = [waiting(n, 0.0, tokens, begun=False) for n, tokens in enumerate((4000, 5000, 2000, 500))]

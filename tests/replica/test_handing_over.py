@@ -141,6 +141,34 @@ def test_a_turn_waits_on_where_there_is_no_room_for_it_or_it_may_not_move(tmp_pa
     test(tmp_path, work)
 
 
+@pytest.mark.parametrize("why", ["no room", "room", "one stays", "leaves, and one stays"])
+def test_two_turns_of_one_session_that_wait_are_not_parted(tmp_path: Path, why: str) -> None:
+    async def work(here: Running, clock: Clock) -> None:
+        second = await two_too_many(here)
+        third = ask(here, "c", prompt=f"{LONG} too", **({HEADER_STAY: "1"} if "stays" in why else {}))
+        await waits(here, 2)
+        clock.now = 4.0
+        # The session claims 100 tokens.
+        room = {"no room": 99, "room": 100}.get(why, 1000)
+        await offer(here, room_tokens=room, leaving="leaves" in why)
+        if why == "room":
+            both = [handed_over(await one) for one in (second, third)]
+            assert both[0] == both[1], "so their gateway has one decision"
+            assert (both[0].begun, both[0].needs) == (True, 100)
+            return
+        assert len(here.replica.budget.queue) == 2
+        # One that comes now does not go alone either.
+        fourth = ask(here, "c")
+        await waits(here, 3)
+        fourth.cancel()
+        await asyncio.gather(fourth, return_exceptions=True)
+        for key in "ab":
+            await close(here, key)
+        assert [(await one).status_code for one in (second, third)] == [200, 200]
+
+    test(tmp_path, work)
+
+
 def test_a_new_session_that_waits_goes_to_whoever_has_room(tmp_path: Path) -> None:
     async def work(here: Running, clock: Clock) -> None:
         for key in "ab":

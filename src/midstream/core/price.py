@@ -67,8 +67,8 @@ class RoomOffer(msgspec.Struct, frozen=True, kw_only=True):
 
 class Handed(msgspec.Struct, frozen=True, kw_only=True):
     """What a replica says of a turn that it hands over. tokens: of its prompt, which will be computed again. needs: what its
-    session will claim. saved_s: by going at once. age_s: since the session began, or the turn came. prefill_tokens_s: measured
-    at home."""
+    session will claim. Both are of all turns of the session that go with it, so all have one decision. saved_s: by going at
+    once. age_s: since the session began, or the turn came. prefill_tokens_s: measured at home."""
 
     reason: MoveReason
     tokens: _Whole

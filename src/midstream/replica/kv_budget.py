@@ -181,7 +181,7 @@ class KvBudget:
         one.go = going.set
         if one.begun or self.queue.new == 1:
             # Other new ones are behind one that the offer had no room for.
-            self._hand_over([one])
+            self._hand_over(self.queue.of(session))
         self._settle()
         try:
             await going.wait()
@@ -222,12 +222,12 @@ class KvBudget:
 
     def _movable(self, one: Waiting, now: float) -> Movable:
         needs = max(one.tokens, self.account.asks(one.first, one.tokens, one.said, one.beside))
-        return Movable(one.session, one.tokens, needs, one.begun, max(0.0, now - one.came_at))
+        return Movable(one.session, one.tokens, needs, one.begun, max(0.0, now - one.came_at), one.beside)
 
     def _hand_over_at_once(self, turn: KvTurn, now: float) -> None:
         """Raises HandedOver."""
         session, tokens = turn.session, len(turn.prompt)
-        if session is not None and self.account.runs(session):
+        if session is not None and self._stays(session):
             return
         needs = max(tokens, self.account.asks(beginning(turn), tokens, turn.said, turn.beside))
         handed = self.moves.on_arrival(Movable(session, tokens, needs, turn.begun, 0.0), now)
@@ -236,10 +236,13 @@ class KvBudget:
             raise _handed_over(handed)
 
     def _hand_over(self, waiting: Sequence[Waiting]) -> None:
+        """waiting: of a session, all that wait."""
         now = self._monotonic()
         if not self.moves.may_take(now):
             return
-        able = [one for one in waiting if one.movable and not one.over()]
+        # A session's turns are not parted.
+        stay = {one.session for one in waiting if not one.movable or one.over()}
+        able = [one for one in waiting if one.session not in stay and not self.account.runs(one.session)]
         for at, handed in self.moves.of_waiting([self._movable(one, now) for one in able], now).items():
             self.queue.hand_over(able[at], handed, now)
             self._goes(able[at].session)
@@ -249,9 +252,13 @@ class KvBudget:
         if session is not None:
             self.account.end(session, elsewhere=True)
 
+    def _stays(self, session: Session) -> bool:
+        """Another turn of it runs here, or waits."""
+        return self.account.runs(session) or self.queue.find(session) is not None
+
     def taken(self, session: Session) -> None:
         """Another replica has let in a turn of the session."""
-        if self.account.runs(session) or self.queue.find(session) is not None:
+        if self._stays(session):
             # It has come back meanwhile.
             return
         self._goes(session)

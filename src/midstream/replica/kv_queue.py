@@ -162,6 +162,10 @@ class KvQueue:
         alike = (one for one in self._waiting if (not one.begun, one.priority) == own)
         return before + 1 + next(at for at, one in enumerate(alike) if one is found)
 
+    def of(self, session: Session) -> list[Waiting]:
+        """All that waits of the session."""
+        return [each for each in self._waiting if each.session == session]
+
     def find(self, session: Session) -> Waiting | None:
         """What of the session waits, if anything does."""
         return next((one for one in self._waiting if one.session == session), None)
@@ -179,7 +183,7 @@ class KvQueue:
                 before.overtaken += asked
             self._last_wait_s = now - one.came_at
             # What waits of the same session is not new any more. All claims stand before the next one is judged.
-            for turn in [each for each in self._waiting if each.session == one.session]:
+            for turn in self.of(one.session):
                 self._begin(turn, now)
         return due
 

@@ -4,6 +4,7 @@ Owns: what was measured of the last turns, the offer that a gateway made last, a
 Always holds:
 - A turn is handed over before anything was done for it, and only by core/price.py. One that runs is never.
 - All that one offer takes fits into the room that it names.
+- Turns of one session that wait go together, or none of them goes.
 - While the replica is asked to leave, every turn is handed over that may be. Its gateway sends back what nobody takes.
 """
 
@@ -54,13 +55,15 @@ class EndedTurn(Protocol):
 
 
 class Movable(NamedTuple):
-    """A turn that may go. begun: its session has begun here. waited_s: so far. needs: what its session will claim."""
+    """A turn that may go. begun: its session has begun here. waited_s: so far. needs: what its session will claim, with what
+    this turn has `beside` its context."""
 
     session: Session | None
     tokens: int
     needs: int
     begun: bool
     waited_s: float
+    beside: int = 0
 
 
 class Came(NamedTuple):
@@ -220,25 +223,29 @@ class Moves:
         return self._handed(turn, "slow", saved_s, now)
 
     def of_waiting(self, waiting: Sequence[Movable], now: float) -> dict[int, Handed]:
-        """Which of the turns that wait go, by their places. Those of new sessions go in their order."""
+        """Which of the turns that wait go, by their places. Those of new sessions go in their order. waiting: of a session, all
+        that wait."""
         if not self.may_take(now):
             return {}
+        sessions, usual_s = _by_session(waiting), _mean_of_late(self.pace.waits, now)
+        found: dict[int, Handed] = {}
         if self._offer.leaving:
-            return {at: self._handed(one, "leaving", 0.0, now) for at, one in enumerate(waiting)}
-        gains: list[tuple[float, int]] = []
-        usual_s = _mean_of_late(self.pace.waits, now)
-        for at, one in enumerate(waiting):
+            for one, places in sessions:
+                found |= dict.fromkeys(places, self._handed(one, "leaving", 0.0, now))
+            return found
+        gains: list[tuple[float, int, list[int]]] = []
+        for number, (one, places) in enumerate(sessions):
             # What it has waited for is the least that it will wait.
             saved_s = max(one.waited_s, usual_s)
             begun = self._has_begun(one)
             if begun and one.session is not None and self._pays(one.session, one.tokens, saved_s, now):
-                gains.append((saved_s, at))
-        found = {}
-        for saved_s, at in sorted(gains, reverse=True):
-            if waiting[at].needs <= self._room:
-                self._room -= waiting[at].needs
-                found[at] = self._handed(waiting[at], "wait", saved_s, now)
-        for at, one in enumerate(waiting):
+                gains.append((saved_s, number, places))
+        for saved_s, number, places in sorted(gains, reverse=True):
+            one = sessions[number][0]
+            if one.needs <= self._room:
+                self._room -= one.needs
+                found |= dict.fromkeys(places, self._handed(one, "wait", saved_s, now))
+        for one, places in sessions:
             new = not self._has_begun(one)
             if not new or (one.session is not None and self._came_since(one.session, now) < OFFER_S):
                 continue
@@ -246,7 +253,7 @@ class Moves:
                 # A smaller one behind it would take the room that it waits for.
                 break
             self._room -= one.needs
-            found[at] = self._handed(one, "wait", one.waited_s, now)
+            found |= dict.fromkeys(places, self._handed(one, "wait", one.waited_s, now))
         return found
 
     # -- inside
@@ -284,6 +291,28 @@ class Moves:
             begun=self._has_begun(turn),
             prefill_tokens_s=_rounded(self.pace.prefill_tokens_s),
         )
+
+
+def _by_session(waiting: Sequence[Movable]) -> list[tuple[Movable, list[int]]]:
+    """Each session's turns as one, and their places. All their prompts are computed, at most; the session claims once, as its
+    new home counts it; and the longest wait is what is saved."""
+    found: dict[Session | int, tuple[Movable, list[int]]] = {}
+    for at, one in enumerate(waiting):
+        # One without a session stands by itself.
+        key = at if one.session is None else one.session
+        before, places = found.get(key, (None, []))
+        if before is not None:
+            beside = before.beside + one.beside
+            one = Movable(
+                one.session,
+                before.tokens + one.tokens,
+                max(before.needs - before.beside, one.needs - one.beside) + beside,
+                before.begun or one.begun,
+                max(before.waited_s, one.waited_s),
+                beside,
+            )
+        found[key] = one, [*places, at]
+    return list(found.values())
 
 
 def _rounded(value: float) -> float:
