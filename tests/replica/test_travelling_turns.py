@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
+import socket
+import threading
 from array import array
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +22,7 @@ from tiers import examples
 
 from midstream.core.headers import HEADER_BOOT, HEADER_MOVED, HEADER_SESSION
 from midstream.core.price import Moved
+from midstream.replica import control, earlier
 from midstream.replica.gate import Door
 from midstream.replica.turns.message_keys import digest
 from midstream.replica.turns.travel import packed, unpacked
@@ -206,5 +211,69 @@ def test_a_home_keeps_the_kv_of_a_session_until_another_replica_has_let_its_turn
             assert "midstream" not in await turn(new, messages, **{HEADER_MOVED: moved})
             await old.until(lambda: old.engine.sessions_over == ["\0s"])
             assert ("", "s") not in old.replica.budget.account
+
+    asyncio.run(main())
+
+
+async def continued(old: Running, new: Running, url: str = "") -> dict[str, Any]:
+    """What the second turn of a chat is answered that moves from the old home to the new one. url: of the old home."""
+    messages = [{"role": "user", "content": "begin"}]
+    said = (await turn(old, messages))["choices"][0]["message"]["content"]
+    messages += [{"role": "assistant", "content": said}, {"role": "user", "content": "on"}]
+    return await turn(
+        new, messages, **{HEADER_MOVED: msgspec.json.encode(Moved(url=url or old.url)).decode()}
+    )
+
+
+def test_a_machine_that_accepts_no_connection_holds_no_turn_up_for_as_long_as_a_slow_process_may(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(earlier, "CONNECT_S", 0.05)
+    monkeypatch.setattr(earlier, "FETCH_S", 3600.0)
+
+    async def main() -> None:
+        with socket.socket() as listener, contextlib.ExitStack() as stack:
+            listener.bind(("127.0.0.1", 0))
+            listener.listen(0)
+            address = listener.getsockname()
+            # They fill its queue, so that the kernel answers no further one, as a machine that is gone.
+            for _ in range(4):
+                one = stack.enter_context(socket.socket())
+                one.setblocking(False)
+                one.connect_ex(address)
+            async with asyncio.timeout(30), running(tmp_path, FakeEngine("hel")) as here:
+                shown = await continued(here, here, f"http://127.0.0.1:{address[1]}")
+                assert "midstream" not in shown, "it has the turns itself"
+
+    asyncio.run(main())
+
+
+def test_a_session_whose_old_home_is_slow_continues_token_for_token(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(earlier, "CONNECT_S", 2.0)
+    asked, goes_on = threading.Event(), threading.Event()
+
+    def slowly(trees: Sequence[TurnTree]) -> bytes:
+        asked.set()
+        assert goes_on.wait(20)
+        return packed(trees)
+
+    monkeypatch.setattr(control, "packed", slowly)
+
+    async def main() -> None:
+        folders = [tmp_path / name for name in "ab"]
+        for folder in folders:
+            folder.mkdir()
+        async with (
+            asyncio.timeout(30),
+            running(folders[0], FakeEngine("hel")) as old,
+            running(folders[1], FakeEngine("lo ")) as new,
+        ):
+            moving = asyncio.create_task(continued(old, new))
+            await asyncio.to_thread(asked.wait)
+            assert repr(new.replica.earlier) == "EarlierTurns(1 fetched, 0 told)"
+            goes_on.set()
+            assert "midstream" not in await moving
 
     asyncio.run(main())
