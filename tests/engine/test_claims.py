@@ -13,8 +13,8 @@ from tiers import examples
 
 from midstream.core.kv import KvStats
 from midstream.core.types import GenerateRequest, SamplingParams
-from midstream.engine.claims import BRANCHES_MAX, SPARE, Claims, SessionClaim
-from midstream.engine.embedded.blocks import BlockPool
+from midstream.engine.claims import BRANCHES_MAX, SPARE, Claims, Return, SessionClaim
+from midstream.engine.embedded.blocks import HISTORIES_MAX, BlockPool, Prefix
 from midstream.engine.embedded.scheduler import Scheduler, Sequence
 
 BLOCK = 4
@@ -232,8 +232,8 @@ def test_a_preempted_sequence_finds_its_blocks_if_nothing_else_needs_them() -> N
 def test_what_is_given_up_next_is_found_without_a_look_at_all_sessions() -> None:
     """With a key each and no end, an hour leaves up to 100,000, and each turn looked at all of them."""
 
-    class Blind(Claims):
-        def __iter__(self) -> Iterator[SessionClaim]:
+    class Blind(Claims[Prefix]):
+        def __iter__(self) -> Iterator[SessionClaim[Prefix]]:
             raise AssertionError("it looks at all claims")
 
     bed = Bed(20)
@@ -252,6 +252,41 @@ def test_what_is_given_up_next_is_found_without_a_look_at_all_sessions() -> None
             bed.step()
         bed.scheduler.remove(sequence)
     assert bed.scheduler.claims.entries <= 4 * 31 + 2 * SPARE
+
+
+@pytest.mark.parametrize("follows", ["a turn", "an end", "others"])
+def test_a_held_block_that_leaves_the_tree_is_free_once_and_claimed_no_more(follows: str) -> None:
+    """A later history of the same tokens takes its place, and all behind it leaves too."""
+    pool = BlockPool(16, BLOCK)
+    claims = Claims(pool)
+    pool.on_need = lambda: claims.give_up(0.0)
+
+    def chain(epoch: int, length: int) -> list[Prefix]:
+        path = [pool.root(b"")]
+        for at in range(length):
+            path.append(pool.index(pool.allocate(), path[-1], bytes([at]), (epoch,) * BLOCK))
+        return path[1:]
+
+    def over(path: list[Prefix]) -> None:
+        for place in reversed(path):
+            pool.release(place.block)
+
+    oldest = chain(0, 4)
+    claims.add("s", b"", oldest, Return(1.0, 10.0), 0.0)
+    over(oldest)
+    assert pool.held == 4
+    for epoch in range(1, HISTORIES_MAX + 1):
+        over(chain(epoch, 1))
+        pool.check()
+    assert not any(place.kept for place in oldest)
+    assert (pool.held, pool.loose, pool.available) == (0, HISTORIES_MAX, 15)
+    if follows == "a turn":
+        claims.take_up("s", b"", [], 4)
+    if follows == "an end":
+        claims.end("s")
+    assert sorted(pool.allocate() for _ in range(15)) == [*range(1, 16)]
+    pool.check()
+    assert claims.needed_again == (4 if follows == "a turn" else 0)
 
 
 def test_single_turns_leave_no_claims() -> None:

@@ -38,6 +38,11 @@ class Block:
     block_hash: Any = None
     users: int = 0
 
+    @property
+    def ref_cnt(self) -> int:
+        """As vLLM calls it."""
+        return self.users
+
 
 class Line:
     """As vLLM's FreeKVCacheBlockQueue."""
@@ -70,8 +75,9 @@ class Pool:
 
     def __init__(self, blocks: int) -> None:
         self.num_gpu_blocks = blocks + 1
-        self.blocks = [Block(i) for i in range(1, blocks + 1)]
-        self.free_block_queue = Line(self.blocks)
+        self.blocks = [Block(i) for i in range(blocks + 1)]
+        self.blocks[0].users = 1
+        self.free_block_queue = Line(self.blocks[1:])
 
     def get_num_free_blocks(self) -> int:
         return self.free_block_queue.num_free_blocks
@@ -100,8 +106,12 @@ class Pool:
     def cached(self, key: Any) -> Block | None:
         return next((block for block in self.blocks if block.block_hash == key), None)
 
+    def evict_blocks(self, numbers: set[int]) -> None:
+        for number in numbers:
+            self.blocks[number].block_hash = None
+
     def reset_prefix_cache(self) -> bool:
-        if self.get_num_free_blocks() != len(self.blocks):
+        if self.get_num_free_blocks() != len(self.blocks) - 1:
             return False
         for block in self.blocks:
             block.block_hash = None
@@ -208,11 +218,12 @@ class Bed:
         """What it says is what the blocks are."""
         look = self.holdings.look()
         claimed = {place.block for claim in self.holdings._claims for place in claim.path if place.kept}
-        idle = [block for block in self.pool.blocks if not block.users]
+        blocks = self.pool.blocks[1:]
+        idle = [block for block in blocks if not block.users]
         held = [block for block in idle if block in claimed]
         cached = [block for block in idle if block.block_hash is not None]
-        assert look["total"] == len(self.pool.blocks)
-        assert look["used"] == len(self.pool.blocks) - len(idle)
+        assert look["total"] == len(blocks)
+        assert look["used"] == len(blocks) - len(idle)
         assert look["held"] == len(held)
         assert look["loose"] == len(cached) - len(held)
         line = self.pool.free_block_queue.line
@@ -388,6 +399,35 @@ def test_a_block_whose_content_vllm_took_away_is_held_for_nobody(module: Any) ->
     assert bed.turn(tokens_of(2, 8), "v") == 4
 
 
+@pytest.mark.parametrize("whose", ["claimed", "of an ended session", "of nobody", "in use"])
+def test_a_block_whose_content_vllm_takes_away_while_nobody_uses_it_is_not_lost(
+    module: Any, whose: str
+) -> None:
+    bed = Bed(module, 8)
+    session = "" if whose == "of nobody" else "s"
+    bed.turn(tokens_of(0, 8), session)
+    bed.turn(tokens_of(1, 4), "other")
+    if whose == "of an ended session":
+        bed.holdings.look(["s"])
+    using = bed.begin(tokens_of(0, 9), "") if whose == "in use" else None
+    gone = bed.pool.cached((None, tokens_of(0, 8)[:4]))
+    assert gone is not None
+    bed.pool.evict_blocks({gone.block_id, 8})
+    bed.check()
+    look = bed.holdings.look()
+    if whose in ("claimed", "in use"):
+        # What it had behind that is of no use to it.
+        assert (look["missing"], look["held"]) == (3, 3 if whose == "claimed" else 2)
+    if using is not None:
+        bed.leave(using)
+        bed.check()
+    # Each block can be used, and is used once.
+    filling = bed.begin(tokens_of(9, 16))
+    assert filling is not None
+    assert len({block.block_id for block in bed.blocks_of[filling.request_id]}) == 8
+    bed.check()
+
+
 def test_a_block_that_several_sessions_had_is_one_sessions_alone_with_its_next_content(module: Any) -> None:
     bed = Bed(module, 4)
     for session in ("a", "b"):
@@ -438,6 +478,10 @@ class HeldForSessions(RuleBasedStateMachine):
     @rule(seconds=st.sampled_from((0.5, 20.0)))
     def wait(self, seconds: float) -> None:
         self.bed.now += seconds
+
+    @rule(numbers=st.sets(st.integers(1, 9), min_size=1, max_size=2))
+    def evict(self, numbers: set[int]) -> None:
+        self.bed.pool.evict_blocks(numbers)
 
     @rule()
     def reset(self) -> None:

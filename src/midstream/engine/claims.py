@@ -143,10 +143,20 @@ class Claims(Generic[P]):
                 self._victim = self._next(now)
                 if self._victim is None:
                     return
-            place = self._victim.path.pop()
-            self.missing += 1
-            if place.kept:
-                self._pool.unclaim(place)
+            self._lose_last(self._victim)
+
+    def cut(self) -> None:
+        """Places are gone that need not be the last ones of a claim: it ends before them."""
+        for claim in tuple(self):
+            kept = sum(1 for _ in takewhile(lambda place: place.kept, claim.path))
+            while len(claim.path) > kept:
+                self._lose_last(claim)
+
+    def _lose_last(self, claim: SessionClaim[P]) -> None:
+        place = claim.path.pop()
+        self.missing += 1
+        if place.kept:
+            self._pool.unclaim(place)
 
     def _end(self, claim: SessionClaim[P], *, ended: bool = False) -> None:
         claim.over = True

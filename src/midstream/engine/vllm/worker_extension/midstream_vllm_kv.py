@@ -163,6 +163,21 @@ class ClaimedLine:
             self._queue.num_free_blocks -= 1
             self.put([block])
 
+    def emptied(self, block: Any) -> None:
+        """vLLM took away its content. If nobody uses it, it is the first to be used."""
+        number = block.block_id
+        for left in (self._claims, self._claimant):
+            left.pop(number, None)
+        self._shared.discard(number)
+        if block.ref_cnt:
+            return
+        if self._held.pop(number, None) is None and self._ended.pop(number, None) is None:
+            self._remove(block)
+            self._cached -= 1
+        else:
+            self._queue.num_free_blocks -= 1
+        self._queue.prepend_n([block])
+
     def clear(self) -> None:
         """No block has content any more."""
         aside = [*self._held.values(), *self._ended.values()]
@@ -192,6 +207,7 @@ class KvHoldings:
         self._claims, self._return = claims.Claims(self._line), claims.Return
         self._line.on_need = lambda: self._claims.give_up(clock())
         reset = pool.reset_prefix_cache
+        evict: Any = getattr(pool, "evict_blocks", None)
 
         def reset_prefix_cache() -> Any:
             done = reset()
@@ -200,7 +216,18 @@ class KvHoldings:
                 self._line.clear()
             return done
 
+        def evict_blocks(numbers: Iterable[int]) -> None:
+            """Of blocks that could not be loaded. What is behind them in a claim is of no use."""
+            emptied = [pool.blocks[number] for number in numbers]
+            emptied = [block for block in emptied if block.block_hash is not None]
+            evict(numbers)
+            for block in emptied:
+                self._line.emptied(block)
+            self._claims.cut()
+
         pool.reset_prefix_cache = reset_prefix_cache
+        if evict is not None:
+            pool.evict_blocks = evict_blocks
 
     def begins(self, request: Any, found: int) -> None:
         """It is computed from now on, behind so many cached tokens."""
