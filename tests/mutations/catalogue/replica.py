@@ -185,10 +185,26 @@ REPLICA = (
     Mutation(
         "turns_stay_behind",
         "replica/earlier.py",
-        "self._trees.bring(session, await asyncio.to_thread(unpacked, answer.body))",
-        "await asyncio.to_thread(unpacked, answer.body)",
+        "self._trees.bring(session, await asyncio.to_thread(unpacked, data))",
+        "await asyncio.to_thread(unpacked, data)",
         "A session that moved continues its turns token for token.",
         ("replica/test_travelling_turns.py",),
+    ),
+    Mutation(
+        "kv_of_a_turn_that_comes_back_is_given_up",
+        "replica/kv_budget.py",
+        "            self.account.end(session, elsewhere=True)\n",
+        "            self.account.end(session, elsewhere=True)\n            self._ended(session)\n",
+        "A home keeps the KV of a session until another replica has let its turn in.",
+        ("replica/test_handing_over.py",),
+    ),
+    Mutation(
+        "turns_of_a_session_are_parted",
+        "replica/moves.py",
+        "        key = at if one.session is None else one.session\n",
+        "        key = at\n",
+        "Turns of one session that wait move together, or none of them does.",
+        ("gateway/test_price.py", "replica/test_handing_over.py"),
     ),
     Mutation(
         "pinned_request_crosses_a_swap",
