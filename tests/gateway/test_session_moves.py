@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import time
 from collections.abc import Callable
@@ -11,7 +12,7 @@ import msgspec
 import pytest
 from gateway_harness import Handler, Message, Peer, Stage, post, respond_ok, run, staged
 from reports import changed, replica_report
-from test_resume import BODY, WHOLE, WRITES, begin, go_on, numbers, resumes
+from test_resume import BODY, WHOLE, WRITES, begin, die, go_on, numbers, resumes
 from test_resume import answer as stream_of
 
 from midstream.core.errors import HandedOver, Overloaded
@@ -203,6 +204,70 @@ def test_a_session_whose_new_home_dies_before_it_answers_still_has_the_turns_of_
                 assert answer.headers["x-midstream-replica"] == lives(stage) == f"replica-{home}"
                 assert stage.mocks[home].requests[-1].headers["x-midstream-stay"] == "1"
                 assert "x-midstream-moved" not in stage.mocks[home].requests[-1].headers
+
+    run(main)
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_session_whose_new_home_dies_in_the_middle_of_its_answer_goes_back(streams: bool) -> None:
+    async def main() -> None:
+        async with staged(respond_ok, respond_ok) as stage:
+            for at in range(2):
+                hear(stage, at)
+            home = await home_of(stage)
+            new = 1 - home
+
+            async def dies_late(request: Message, peer: Peer) -> None:
+                if streams:
+                    peer.start_stream()
+                    peer.chunk(b"data: 1\n\n")
+                else:
+                    peer.send(b"HTTP/1.1 200 OK\r\ncontent-length: 100\r\n\r\nbeg")
+                await asyncio.sleep(0)
+                peer.abort()
+
+            stage.mocks[home].handler = hands_over(handed())
+            stage.mocks[new].handler = dies_late
+            client = await stage.connect()
+            client.send(post(headers=SESSION))
+            with contextlib.suppress(ConnectionResetError):
+                await client.closed()
+            assert len(stage.mocks[new].requests) == 1
+            assert lives(stage) == f"replica-{home}"
+
+    run(main)
+
+
+def test_a_stream_of_a_new_home_that_another_replica_goes_on_with_brings_no_session_back() -> None:
+    """The whole turn is where the stream ended, and the old home would not know it."""
+
+    async def main() -> None:
+        async with staged(*[respond_ok] * 3) as stage:
+            for at in range(3):
+                hear(stage, at)
+            home = await home_of(stage)
+            new, third = [at for at in range(3) if at != home]
+            hear(stage, third, pace=TurnPace(prefill_tokens_s=300.0))
+
+            async def breaks(request: Message, peer: Peer) -> None:
+                begin(peer)
+                peer.send(WRITES[0] + WRITES[1])
+                await die(peer)
+                stage.views[new].replica.hear(None)
+
+            async def goes_on(request: Message, peer: Peer) -> None:
+                go_on(request, peer)
+
+            stage.mocks[home].handler = hands_over(handed())
+            stage.mocks[new].handler = breaks
+            stage.mocks[third].handler = goes_on
+            asked = asyncio.create_task(stream_of(stage, SESSION))
+            await stage.mocks[new].asked(1)
+            # The old home is well, and could not go on with it.
+            hear(stage, home, snapshot="step-2")
+            assert await asked == WHOLE
+            assert len(resumes(stage)) == 1
+            assert lives(stage) == f"replica-{third}"
 
     run(main)
 

@@ -240,8 +240,7 @@ class ReplicaRoute(Route):
         self._proxy.upstreams[at.replica].requests.pop(here, None)
 
     def not_connected(self, phase: RequestPhase, error: OSError) -> Judgement:
-        short = shortage(error, self.where())
-        if short is not None:
+        if (short := shortage(error, self.where())) is not None:
             return self._failed(short)
         if isinstance(error, ConnectionRefusedError):
             self._deployment.replicas.refused(self._at.view)
@@ -333,8 +332,7 @@ class ReplicaRoute(Route):
         unfit = refusal_in(head.headers)
         if unfit is None:
             return HEAD
-        if self._versions is None:
-            self._versions = self._judge_of(NOTHING)
+        self._versions = self._versions or self._judge_of(NOTHING)
         try:
             self._versions.refused(self._at.view, unfit, self._at.report)
         except MidstreamError as error:
@@ -376,6 +374,7 @@ class ReplicaRoute(Route):
         if not loss.answered and not loss.fresh:
             return self._stale()
         if loss.answered and not loss.whole and phase not in RESUMING:
+            self._not_begun(lost=True)
             return self._failed(EngineFailed(f"{self.where()}: {loss.reason}"))
         # A part of a response may have come; no client has seen it.
         return self._unreachable(phase, loss.reason, lost=True)
@@ -391,6 +390,7 @@ class ReplicaRoute(Route):
         obvious = is_the_largest(self.caller.tenant, self._request, others)
         if not answering:
             return self._unreachable(phase, reason, lost=phase in SEEN, obvious=obvious)
+        self._not_begun(lost=True)
         error = self._note_lost_replica(phase, obvious=obvious)
         return self._failed(error or ReplicaUnavailable(reason))
 
@@ -405,8 +405,8 @@ class ReplicaRoute(Route):
         return self._elsewhere(lost=lost) if error is None else self._failed(error)
 
     def _elsewhere(self, *, lost: bool) -> Judgement:
-        if self._at.chosen.came_from and self._rest is None:
-            self._not_begun()
+        if self._rest is None:
+            self._not_begun(lost=True)
         self._tries.replicas |= {self._at.view.name}
         self._tries.lost += lost
         if self._tries.too_many_lost:
@@ -414,11 +414,11 @@ class ReplicaRoute(Route):
         self._proxy.metrics.retries["other_replica"] += 1
         return ELSEWHERE
 
-    def _not_begun(self) -> None:
-        """A replica refused this request, or was lost before it answered: a session that has nothing there yet may begin
-        elsewhere. One that another request began there meanwhile has the replica's own stamp."""
+    def _not_begun(self, *, lost: bool = False) -> None:
+        """A replica refused this request: a session that has nothing there yet may begin elsewhere. lost: it was lost before
+        it answered. Then only one that moved goes back."""
         placed, session = self._at.chosen, self._asked.session
-        if session is not None and placed.stamp:
+        if session is not None and placed.stamp and (placed.came_from or not lost):
             self._deployment.sessions.not_begun(session, placed.view.name, placed.stamp, placed.came_from)
 
     def leaves(self, phase: RequestPhase, reason: str) -> Judgement | None:
@@ -440,11 +440,11 @@ class ReplicaRoute(Route):
             # Only the end of the response is missing.
             return Judgement(RequestEvent.END, END)
         lines, given_up = (lines, False) if lines is None else without_giving_up(lines)
+        if not lines:
+            self._not_begun(lost=True)
         error = None if given_up else self._note_lost_replica(phase)
-        if error is not None:
-            return Judgement(RequestEvent.FAILED, error)
-        if lines is None:
-            return self._cut_short(reason)
+        if error is not None or lines is None:
+            return self._cut_short(reason) if error is None else Judgement(RequestEvent.FAILED, error)
         why = "its weights failed their check" if given_up else reason
         return self._resume(lines, why, lost=not given_up)
 
