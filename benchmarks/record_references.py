@@ -7,6 +7,7 @@ hop is the JSON that it copies once from one buffer to another; it parses nothin
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
 import sys
@@ -35,6 +36,7 @@ class _Asked(msgspec.Struct):
     n: int = 1
     routes: bool = True
     masks: bool = True
+    router_weights: bool = False
 
 
 class _Ended:
@@ -114,7 +116,7 @@ def main() -> None:
             return found
 
         keeping, collected = cpu_ms(kept)
-        writing, reference = cpu_ms(lambda: files._put(lambda: collected._encoded(ended)))
+        writing, reference = cpu_ms(lambda: asyncio.run(files.put(lambda: collected._encoded(ended))))
         encoding, body = cpu_ms(lambda: inline(made))
         answer = msgspec.json.encode({"choices": [{"logprobs": None}], "record_reference": reference})
         rows = {

@@ -87,6 +87,20 @@ def test_a_file_is_read_as_views(tmp_path: Path) -> None:
     assert found.sampling_masks().ids.tolist() == list(range(COUNT))
 
 
+def with_gaps(root: Path, gaps: list[int]) -> RecordReference:
+    """Of each token the first of its three layers; the others have the experts 0 and 1."""
+    table = columns(COUNT)
+    del table["route"]
+    table["route_gaps"] = pa.array([bytes([*gaps, 0, 1, 0, 1])] * COUNT, pa.binary(6))
+    return put(root, file_of(table, msgspec.json.encode(about_of(COUNT))))
+
+
+def test_routes_may_be_gaps(tmp_path: Path) -> None:
+    (found,) = read_reference(tmp_path.as_uri(), with_gaps(tmp_path, [250, 5]))
+    assert found.routes is not None
+    assert found.routes.tolist() == [[[250, 255], [0, 1], [0, 1]]] * COUNT
+
+
 def fails(root: Path, reference: Any, match: str, **more: Any) -> None:
     with pytest.raises(RecordFileError, match=match) as caught:
         read_reference(root.as_uri(), reference, **more)
@@ -109,6 +123,10 @@ def test_a_file_that_is_gone_or_changed_is_named(tmp_path: Path) -> None:
     with pytest.raises(RecordFileGone, match=r"is gone: .*there is no"):
         read_reference(tmp_path.as_uri(), reference)
     fails(tmp_path, reference, "more than bytes_max, 10", bytes_max=10)
+
+
+def test_gaps_that_are_no_route_are_refused(tmp_path: Path) -> None:
+    fails(tmp_path, with_gaps(tmp_path, [250, 6]), "route_gaps: gaps of experts add up to more than 255")
 
 
 @pytest.mark.parametrize(

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import base64
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import openai
 import pytest
 from s3server import S3Server
@@ -41,8 +41,9 @@ def same(choice: dict[str, Any], found: ChoiceColumns) -> None:
     assert found.sampling_logprobs.tolist() == [entry["sampling_logprob"] for entry in entries]
     assert found.routes is not None
     layers, top_k = found.routes.shape[1:]
-    assert (found.routes == routes_of(choice, top_k=top_k, moe_layers=layers)).all()
-    assert found.routes.tobytes() == b"".join(base64.b64decode(entry["routing_matrix"]) for entry in entries)
+    inline = routes_of(choice, top_k=top_k, moe_layers=layers)
+    # The order of a layer's experts is no part of a route.
+    assert np.array_equal(found.routes, np.sort(inline, axis=-1))
     masks, expected = found.sampling_masks(), sampling_masks_of(choice)
     assert (masks.ids.tolist(), masks.offsets.tolist()) == (expected.ids.tolist(), expected.offsets.tolist())
     assert [[span.snapshot, span.start, span.end] for span in found.snapshots] == [

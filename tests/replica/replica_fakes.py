@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import socket
 import struct
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import openai
 from openapi_answers import CheckedClient
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -90,6 +92,13 @@ def mask_at(position: int, token: int) -> bytes:
 
 def router_weights_at(position: int) -> bytes:
     return struct.pack("<2f", position + 0.25, 0.5)
+
+
+def ascending(entry: dict[str, Any]) -> bytes:
+    """The route of a token's entry, of one layer, as a record file has it where no router weights follow its order."""
+    dtype = np.dtype(entry.get("routing_matrix_dtype", "uint8"))
+    route = base64.b64decode(entry.get("routing_matrix", ""))
+    return np.sort(np.frombuffer(route, dtype)).tobytes()
 
 
 def record(

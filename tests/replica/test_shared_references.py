@@ -12,7 +12,7 @@ import httpx
 import msgspec
 import numpy as np
 import pytest
-from replica_fakes import MODEL, FakeEngine, Running, ids, sse
+from replica_fakes import MODEL, FakeEngine, Running, ascending, ids, sse
 from test_record_references import play
 
 from midstream.client.decode import sampling_masks_of
@@ -53,7 +53,7 @@ async def choices(here: Running, headers: Headers, *path: str, **fields: Any) ->
 
 
 def inline_of(choice: dict[str, Any]) -> list[bytes]:
-    return [base64.b64decode(entry.get("routing_matrix", "")) for entry in choice["logprobs"]["content"]]
+    return [ascending(entry) for entry in choice["logprobs"]["content"]]
 
 
 def same(choice: dict[str, Any], inline: dict[str, Any], url: str) -> None:
@@ -103,6 +103,30 @@ def test_each_position_has_the_row_that_it_has_inline(
     engine = FakeEngine(experts=experts)
     engine.info = msgspec.structs.replace(engine.info, top_k=1 if experts > 256 else 2)
     play(tmp_path, scenario, engine)
+
+
+def test_router_weights_beside_a_file_are_in_the_order_of_its_routes(tmp_path: Path) -> None:
+    async def scenario(here: Running, url: str) -> None:
+        weighed = {"return_router_weights": True, "echo": True}
+        (inline,) = await choices(here, {}, **INLINE, **weighed)
+        # The rows of this one are without an order, so the next one must not refer to them.
+        await choices(here, {STORE: url}, **FILES, echo=True)
+        for _ in range(2):
+            (choice,) = await choices(here, {STORE: url}, **FILES, **weighed)
+            found = read_routes(choice["routing_references"])
+            entries = inline["logprobs"]["content"]
+            told = [base64.b64decode(entry.get("routing_matrix", "")) for entry in entries]
+            assert [r.tobytes() if known else b"" for r, known in zip(*found, strict=True)] == told
+            weights = [entry.get("router_weights") for entry in choice["logprobs"]["content"]]
+            assert weights == [entry.get("router_weights") for entry in entries]
+        assert told != [ascending(entry) for entry in entries]
+        # Those of the second one are those of the first.
+        assert (
+            choice["routing_references"]["files"][0]["file"]
+            != choice["routing_references"]["files"][-1]["file"]
+        )
+
+    play(tmp_path, scenario)
 
 
 def test_one_column_may_be_inline_and_the_other_in_a_file(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from midstream.core.record_files import (
     MASK,
     MASKS_BYTES_MAX,
     ROUTE,
+    ROUTE_GAPS,
     ROUTER_WEIGHTS,
     ROW_BYTES,
     ChoiceAbout,
@@ -35,6 +36,7 @@ from midstream.core.record_files import (
     is_file_name,
 )
 from midstream.core.references import RecordReference, ReferencedRows, SharedFile
+from midstream.core.route_gaps import routes_of
 from midstream.snapshots.store.upload import read_file
 
 if TYPE_CHECKING:
@@ -128,8 +130,9 @@ class RecordFile:
     def _check_schema(self) -> None:
         expected = dict(COLUMNS) | {"snapshot": "dictionary<values=string, indices=int32, ordered=0>"}
         names = [field.name for field in self._schema]
-        if ROUTE in names:
-            expected[ROUTE] = f"fixed_size_binary[{self._about.route_bytes}]"
+        if ROUTE in names or ROUTE_GAPS in names:
+            # Both is one too many.
+            expected[self._route_column] = f"fixed_size_binary[{self._about.route_bytes}]"
         if ROUTER_WEIGHTS in names:
             expected[ROUTER_WEIGHTS] = f"fixed_size_binary[{self._about.weights_bytes}]"
         if MASK in names:
@@ -174,7 +177,7 @@ class RecordFile:
 
     def all_routes(self) -> Routes:
         """Of all rows."""
-        return self.routes(self._column(ROUTE))
+        return self._routes(self._column(self._route_column))
 
     def all_masks(self) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.uint8], npt.NDArray[np.int32]]:
         """Of all rows: token ids, and masks as in `masks_in`."""
@@ -206,14 +209,27 @@ class RecordFile:
             raise self._wrong(f"choice {choice.index} has masks of more than {MASKS_BYTES_MAX} bytes")
         return {name: _one_array(table.column(name)) for name in table.column_names}
 
-    def routes(self, column: pa.FixedSizeBinaryArray) -> Routes:
-        """Of a column of it."""
+    @property
+    def _route_column(self) -> str:
+        return ROUTE_GAPS if ROUTE_GAPS in self._schema.names else ROUTE
+
+    def routes(self, columns: Columns) -> Routes | None:
+        """None: it has none."""
+        column = columns.get(self._route_column)
+        return None if column is None else self._routes(column)
+
+    def _routes(self, column: pa.FixedSizeBinaryArray) -> Routes:
         dtype = np.dtype("<u2" if self._about.route_dtype == "uint16" else "u1")
-        routes: Routes = self._of_experts(column, dtype, self._about.route_bytes)
-        return routes
+        numbers: Routes = self._of_experts(column, dtype, self._about.route_bytes)
+        if self._route_column == ROUTE:
+            return numbers
+        try:
+            return routes_of(numbers)
+        except ValueError as error:
+            raise self._wrong(f"{ROUTE_GAPS}: {error}") from error
 
     def router_weights(self, column: pa.FixedSizeBinaryArray) -> npt.NDArray[np.float32]:
-        """Likewise."""
+        """Of a column of it, each at the place of its expert in the route."""
         weights: npt.NDArray[np.float32]
         weights = self._of_experts(column, np.dtype("<f4"), self._about.weights_bytes)
         return weights

@@ -18,7 +18,7 @@ from midstream.client.errors import RecordFileError
 from midstream.client.record_file import Columns, RecordFile, masks_in
 from midstream.core import extras
 from midstream.core.decoding import NOT_JSON
-from midstream.core.record_files import FILE_BYTES_MAX, MASK, ROUTE, ROUTER_WEIGHTS, ChoiceAbout
+from midstream.core.record_files import FILE_BYTES_MAX, MASK, ROUTER_WEIGHTS, ChoiceAbout
 from midstream.core.references import RecordReference
 from midstream.core.traces import Span, TracedEarlierKv
 from midstream.core.types import NEAR_TIES
@@ -108,7 +108,7 @@ def _choice(file: RecordFile, choice: ChoiceAbout, columns: Columns) -> ChoiceCo
         token_ids=columns["token_id"].to_numpy(),
         logprobs=columns["logprob"].to_numpy(),
         sampling_logprobs=columns["sampling_logprob"].to_numpy(zero_copy_only=False),
-        routes=file.routes(columns[ROUTE]) if ROUTE in columns else None,
+        routes=file.routes(columns),
         router_weights=file.router_weights(weights) if weights is not None else None,
         mask_bytes=mask_bytes,
         mask_offsets=mask_offsets,

@@ -43,8 +43,10 @@ COLUMNS = {
     "near_tie": "uint8",
     "constrained": "bool",
 }
-#: Columns that a request asks for. A route and its weights have as many bytes as the file's metadata says.
-ROUTE, ROUTER_WEIGHTS, MASK = "route", "router_weights", "sampling_mask"
+#: Columns that a request asks for. A route and its weights have as many bytes as the file's metadata says. A file has routes as
+#: gaps (route_gaps.py), or as they are where router weights follow their order, and in files of older servers.
+ROUTE, ROUTE_GAPS = "route", "route_gaps"
+ROUTER_WEIGHTS, MASK = "router_weights", "sampling_mask"
 
 _Count = Annotated[int, Meta(ge=0, le=2**53)]
 

@@ -1,8 +1,8 @@
 """Which rows of a prompt exist already in record files, and where the rows of a choice are, in Fireworks' form.
 
 Owns: an index of the rows that this replica wrote.
-Always holds: rows are referred to again only under the same cache salt, behind the same tokens, with the same routes, and in a
-file that stays as long as the request wants.
+Always holds: rows are referred to again only under the same cache salt, behind the same tokens, with the same routes in the
+same order, and in a file that stays as long as the request wants.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class WrittenRows:
 
     def __init__(self) -> None:
         self._places: OrderedDict[bytes, RowsPlace] = OrderedDict()
-        #: Two threads write files.
+        #: Several threads write files.
         self._lock = threading.Lock()
 
     def __repr__(self) -> str:
@@ -78,10 +78,11 @@ class WrittenRows:
 
 
 def keys_of(
-    salt: bytes, lead: Sequence[int], token_ids: Sequence[int], routes: Sequence[bytes]
+    rows: tuple[bytes, bool], lead: Sequence[int], token_ids: Sequence[int], routes: Sequence[bytes]
 ) -> Iterator[bytes]:
-    """A key for each whole block of rows, which stands for all tokens up to its end. lead: those before the first row."""
-    key = hashlib.blake2b(repr((salt, *lead)).encode(), digest_size=16).digest()
+    """A key for each whole block of rows, which stands for all tokens up to its end. rows: the salt of their cached KV, and
+    whether their routes keep the order of experts. lead: the tokens before the first row."""
+    key = hashlib.blake2b(repr((rows, *lead)).encode(), digest_size=16).digest()
     tokens = array("i", token_ids)
     for at in range(0, len(routes) - ROWS + 1, ROWS):
         digest = hashlib.blake2b(key + tokens[at : at + ROWS].tobytes(), digest_size=16)

@@ -25,6 +25,7 @@ from midstream.core.record_files import (
     MASK,
     MASKS_BYTES_MAX,
     ROUTE,
+    ROUTE_GAPS,
     ROUTER_WEIGHTS,
     ROW_BYTES,
     ChoiceAbout,
@@ -39,6 +40,7 @@ from midstream.core.references import (
     ReferencedRows,
     SharedFile,
 )
+from midstream.core.route_gaps import gaps_of
 from midstream.core.traces import RecordsKept, keeps_routes
 from midstream.core.types import GenerateRequest, ModelInfo, TokenRecord
 from midstream.replica.record_files import PARAM, Encoded, RecordFiles
@@ -120,6 +122,8 @@ class ReferencedRecords:
         self._routes, self._masks = checked.routes, checked.masks
         # The answer has them beside a file of Fireworks' form.
         self._router_weights = checked.router_weights and shared is None
+        # The place of an expert says which weight is its own, wherever the weights are.
+        self._in_order = checked.router_weights
         if shared is not None:
             self._routes, self._masks = shared.routes, shared.masks
         self._n = checked.n
@@ -182,7 +186,7 @@ class ReferencedRecords:
             rows, salt = self._rows[choice.index], shared.salts[choice.index // self._n]
             earlier, keys = list[RowsPlace](), list[bytes]()
             if rows.lead and rows.routes is not None:
-                keys = list(keys_of(salt, rows.lead, rows.token_ids, rows.routes))
+                keys = list(keys_of((salt, self._in_order), rows.lead, rows.token_ids, rows.routes))
                 earlier = self._files.written.leading(keys[: len(rows.prompt) // ROWS], self._new, until)
                 if len({place.file for place in earlier}) > FILES_MAX:
                     # All rows are written again, and the next choice finds them in one file.
@@ -265,12 +269,14 @@ class ReferencedRecords:
         }
         assert columns.keys() == COLUMNS.keys()
         if self._routes:
-            columns[ROUTE] = _fixed(rows, "routes", about.route_bytes)
+            routes = _fixed(rows, "routes", about.route_bytes)
+            columns |= {ROUTE: routes} if self._in_order else {ROUTE_GAPS: _gaps(routes, about)}
         if self._router_weights:
             columns[ROUTER_WEIGHTS] = _fixed(rows, "router_weights", about.weights_bytes)
         if self._masks:
             columns[MASK] = _masks(rows)
-        return pa.table(columns)
+        fields = [pa.field(name, one.type, name == "sampling_logprob") for name, one in columns.items()]
+        return pa.Table.from_arrays(list(columns.values()), schema=pa.schema(fields))
 
 
 def split(
@@ -318,8 +324,25 @@ def _fixed(rows: Sequence[_Rows], name: str, width: int) -> pa.ChunkedArray:
         joined, count = b"".join(values), len(values)
         if len(joined) != width * count:
             raise EngineFailed(f"the engine returned {len(joined)} bytes of {name} for {count} tokens")
-        parts.append(pa.Array.from_buffers(pa.binary(width), count, [None, pa.py_buffer(joined)]))
+        parts.append(_fixed_array(joined, count, width))
     return pa.chunked_array(parts, pa.binary(width))
+
+
+def _fixed_array(data: Any, count: int, width: int) -> pa.FixedSizeBinaryArray:
+    import pyarrow as pa
+
+    return pa.Array.from_buffers(pa.binary(width), count, [None, pa.py_buffer(data)])
+
+
+def _gaps(routes: pa.ChunkedArray, about: FileAbout) -> pa.ChunkedArray:
+    """A column of routes, as gaps."""
+    import pyarrow as pa
+
+    dtype, parts = np.dtype("<u2" if about.route_dtype == "uint16" else "u1"), list[Any]()
+    for chunk in routes.chunks:
+        experts = np.frombuffer(chunk.buffers()[1], dtype).reshape(len(chunk), *about.route_shape)
+        parts.append(_fixed_array(gaps_of(experts), len(chunk), about.route_bytes))
+    return pa.chunked_array(parts, routes.type)
 
 
 def _masks(rows: Sequence[_Rows]) -> pa.ChunkedArray:
@@ -349,16 +372,30 @@ def _snapshots(choices: Sequence[Choice], rows: Sequence[_Rows]) -> pa.Array:
     return pa.DictionaryArray.from_arrays(pa.array(codes), pa.array(names, pa.string()))
 
 
+#: Columns that are small without zstd are not given to it: each costs as much as a few hundred rows.
+_COMPRESSED = ("token_id", "logprob", "sampling_logprob", ROUTE, ROUTE_GAPS, ROUTER_WEIGHTS, MASK)
+_ENCODINGS = {
+    "token_id": "BYTE_STREAM_SPLIT",
+    "logprob": "BYTE_STREAM_SPLIT",
+    "sampling_logprob": "BYTE_STREAM_SPLIT",
+    ROUTER_WEIGHTS: "BYTE_STREAM_SPLIT",
+    MASK: "DELTA_LENGTH_BYTE_ARRAY",
+}
+
+
 def _parquet(table: pa.Table, about: FileAbout) -> bytes:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    schema = pa.schema([field.with_nullable(field.name == "sampling_logprob") for field in table.schema])
-    out = pa.BufferOutputStream()
-    options: dict[str, Any] = {"compression": "zstd", "compression_level": 1, "use_dictionary": ["snapshot"]}
-    with pq.ParquetWriter(out, schema, write_statistics=False, store_schema=False, **options) as writer:
+    out, compressed = pa.BufferOutputStream(), [name for name in table.column_names if name in _COMPRESSED]
+    options: dict[str, Any] = {
+        "compression": dict.fromkeys(compressed, "zstd"),
+        "compression_level": dict.fromkeys(compressed, 1),
+        "use_dictionary": ["snapshot", "near_tie"],
+        "column_encoding": {name: _ENCODINGS[name] for name in table.column_names if name in _ENCODINGS},
+    }
+    with pq.ParquetWriter(out, table.schema, write_statistics=False, store_schema=False, **options) as writer:
         writer.add_key_value_metadata({ABOUT_KEY: msgspec.json.encode(about)})
-        table = table.cast(schema)
         for choice in about.choices:
             for start, end in groups_of(choice):
                 writer.write_table(table.slice(start, end - start), row_group_size=end - start)
