@@ -49,7 +49,10 @@ LOOKS_EVERY = 20
 STUCK_S = 5.0
 #: No write takes so long.
 LEFT_S = 3600.0
-WRITERS = 2
+#: Files on their way into the bucket: those that are synced at the same time take hardly longer than one.
+WRITERS = 16
+#: Threads that make files at the same time. More would only wait for the interpreter.
+ENCODERS = 2
 NO_BUCKET = f"{PARAM}: this server has no bucket for records: start it with --records URL"
 
 
@@ -85,6 +88,7 @@ class RecordFiles:
         self.lacking = extras.advice(extras.missing(["pyarrow"]))
         self.written = WrittenRows()
         self._writers = ThreadPoolExecutor(WRITERS, "record files")
+        self._encoders = threading.Semaphore(ENCODERS)
         self._sweeper = threading.Thread(target=self._look_after, name="record files age", daemon=True)
         self._stopping = threading.Event()
         #: Guards the numbers.
@@ -135,10 +139,11 @@ class RecordFiles:
         """asked: when. Raises RecordsNotStored, MidstreamError."""
         began = self._monotonic()
         try:
-            stuck, told = self._stuck
-            if asked <= stuck:
-                raise RecordsNotStored(told, param=PARAM)
-            encoded = encode()
+            with self._encoders:
+                stuck, told = self._stuck
+                if asked <= stuck:
+                    raise RecordsNotStored(told, param=PARAM)
+                encoded = encode()
             size = len(encoded.data)
             digest = hashlib.sha256(encoded.data).hexdigest()
             path = path_of(self._deployment, digest)

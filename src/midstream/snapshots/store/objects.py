@@ -51,10 +51,21 @@ def put_bytes(url: str, name: str, data: bytes) -> None:
 
 
 def _write_local(directory: Path, name: str, data: bytes) -> None:
+    try:
+        _write_into(directory, name, data)
+    except FileNotFoundError:
+        _make(directory)
+        _write_into(directory, name, data)
+
+
+def _make(directory: Path) -> None:
     made = [one for one in (directory, *directory.parents) if not one.exists()]
     directory.mkdir(parents=True, exist_ok=True)
     for one in made:
         sync_directory(one.parent)
+
+
+def _write_into(directory: Path, name: str, data: bytes) -> None:
     temporary = directory / f"{WRITING_PREFIX}{uuid.uuid4().hex}"
     try:
         with temporary.open("xb") as file:
