@@ -49,9 +49,24 @@ def columns(count: int) -> dict[str, Any]:
     }
 
 
-def file_of(table: dict[str, Any], about: bytes, groups: tuple[int, ...] = (GROUP_TOKENS - 3, 8)) -> bytes:
+#: How a server writes, in place of plain pages.
+SERVED: dict[str, Any] = {
+    "compression": "zstd",
+    "column_encoding": {
+        "logprob": "BYTE_STREAM_SPLIT",
+        "sampling_logprob": "BYTE_STREAM_SPLIT",
+        "sampling_mask": "DELTA_LENGTH_BYTE_ARRAY",
+    },
+}
+
+
+def file_of(
+    table: dict[str, Any], about: bytes, groups: tuple[int, ...] = (GROUP_TOKENS - 3, 8), **more: Any
+) -> bytes:
     made, out, start = pa.table(table), io.BytesIO(), 0
-    with pq.ParquetWriter(out, made.schema, store_schema=False, use_dictionary=["snapshot"]) as writer:
+    with pq.ParquetWriter(
+        out, made.schema, store_schema=False, use_dictionary=["snapshot"], **more
+    ) as writer:
         writer.add_key_value_metadata({ABOUT_KEY: about})
         for size in groups:
             writer.write_table(made.slice(start, size), row_group_size=size)
@@ -254,12 +269,20 @@ def test_a_page_that_claims_two_gibibytes_allocates_none(tmp_path: Path) -> None
 
 
 @settings(max_examples=examples(150), deadline=None)
-@given(at=st.floats(0, 1, exclude_max=True), value=st.integers(0, 255), cut=st.booleans())
+@given(
+    at=st.floats(0, 1, exclude_max=True),
+    value=st.integers(0, 255),
+    cut=st.booleans(),
+    how=st.sampled_from([{}, SERVED, SERVED | {"compression": "none"}]),
+)
 def test_no_bytes_make_it_raise_anything_else(
-    tmp_path_factory: pytest.TempPathFactory, at: float, value: int, cut: bool
+    tmp_path_factory: pytest.TempPathFactory, at: float, value: int, cut: bool, how: dict[str, Any]
 ) -> None:
-    root = tmp_path_factory.mktemp("hostile")
-    data = bytearray(file_of(columns(COUNT), msgspec.json.encode(about_of(COUNT))))
+    root, table = tmp_path_factory.mktemp("hostile"), columns(COUNT)
+    if how:
+        del table["route"]
+        table["route_gaps"] = pa.array([bytes(6)] * COUNT, pa.binary(6))
+    data = bytearray(file_of(table, msgspec.json.encode(about_of(COUNT)), **how))
     place = int(at * len(data))
     data[place] = value
     reference = put(root, bytes(data[:place]) if cut else bytes(data))

@@ -296,7 +296,7 @@ def test_a_key_stands_for_all_rows_before_it() -> None:
     draw = np.random.default_rng(3)
     tokens = draw.integers(0, 1000, 5 * ROWS + 3).tolist()
     routes = [bytes(row) for row in draw.integers(0, 8, (5 * ROWS + 3, 4)).tolist()]
-    keys = list(keys_of(b"salt", [5], tokens, routes))
+    keys = list(keys_of((b"salt", False), [5], tokens, routes))
     assert len(set(keys)) == 5
     for at in range(5 * ROWS):
         for change in ("token", "route"):
@@ -305,12 +305,12 @@ def test_a_key_stands_for_all_rows_before_it() -> None:
                 others[0][at] += 1
             else:
                 others[1][at] = b"\xff" * 4
-            found = list(keys_of(b"salt", [5], *others))
+            found = list(keys_of((b"salt", False), [5], *others))
             assert [one == other for one, other in zip(keys, found, strict=True)] == [
                 block < at // ROWS for block in range(5)
             ]
-    for salt, first in ((b"another", 5), (b"salt", 6)):
-        assert not set(keys) & set(keys_of(salt, [first], tokens, routes))
+    for rows, first in (((b"another", False), 5), ((b"salt", False), 6), ((b"salt", True), 5)):
+        assert not set(keys) & set(keys_of(rows, [first], tokens, routes))
 
 
 def test_the_index_is_bounded_and_keeps_what_was_used_last() -> None:

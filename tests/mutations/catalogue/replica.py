@@ -565,6 +565,16 @@ REPLICA = (
         ("replica/test_shared_references.py::test_a_key_stands_for_all_rows_before_it",),
     ),
     Mutation(
+        "weights_in_the_answer_lose_the_order_of_their_experts",
+        "replica/response/referenced.py",
+        "self._in_order = checked.router_weights",
+        "self._in_order = self._router_weights",
+        "A file keeps the order of experts where router weights follow it, wherever these are.",
+        (
+            "replica/test_shared_references.py::test_router_weights_beside_a_file_are_in_the_order_of_its_routes",
+        ),
+    ),
+    Mutation(
         "numbers_that_are_told_again_are_resumed",
         "replica/response/resume.py",
         "    repeats = checked.cumulative or checked.by_file or",

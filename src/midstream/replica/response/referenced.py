@@ -374,11 +374,10 @@ def _snapshots(choices: Sequence[Choice], rows: Sequence[_Rows]) -> pa.Array:
 
 #: Columns that are small without zstd are not given to it: each costs as much as a few hundred rows.
 _COMPRESSED = ("token_id", "logprob", "sampling_logprob", ROUTE, ROUTE_GAPS, ROUTER_WEIGHTS, MASK)
+#: Such that other readers of Parquet know, too: several of them split streams of floating-point columns alone (duckdb#17114).
 _ENCODINGS = {
-    "token_id": "BYTE_STREAM_SPLIT",
     "logprob": "BYTE_STREAM_SPLIT",
     "sampling_logprob": "BYTE_STREAM_SPLIT",
-    ROUTER_WEIGHTS: "BYTE_STREAM_SPLIT",
     MASK: "DELTA_LENGTH_BYTE_ARRAY",
 }
 
