@@ -327,6 +327,21 @@ def test_a_bucket_that_does_not_answer_fails_those_that_wait_behind_it(
     files.close()
 
 
+def test_files_that_are_wanted_together_are_put_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    together = threading.Barrier(8)
+
+    async def wanted(files: RecordFiles) -> list[RecordReference]:
+        return await asyncio.gather(*(files.put(lambda: Encoded(b"rows", 0, [])) for _ in range(8)))
+
+    # Each waits for all others.
+    monkeypatch.setattr(record_files, "put_bytes", lambda *_: together.wait(60))
+    files = RecordFiles(tmp_path.as_uri(), "default")
+    assert len(asyncio.run(wanted(files))) == files.stats().written == 8
+    files.close()
+
+
 def test_a_full_bucket_refuses_before_anything_is_generated(tmp_path: Path) -> None:
     async def scenario(here: Running, url: str) -> None:
         await post(here, "/v1/completions", **TEXT, **REFERENCE)

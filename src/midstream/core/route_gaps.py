@@ -6,6 +6,8 @@ a route (docs/api.md, near ties).
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 
@@ -16,7 +18,7 @@ Numbers = npt.NDArray[np.uint8] | npt.NDArray[np.uint16]
 def gaps_of(routes: Numbers) -> Numbers:
     """Of each layer the smallest expert, then the distance of each next one from the one before."""
     # One array for each place, as NumPy compares whole arrays far faster than it sorts rows of a few numbers.
-    places = [np.ascontiguousarray(routes[..., place]) for place in range(routes.shape[-1])]
+    places: list[Any] = [np.ascontiguousarray(routes[..., place]) for place in range(routes.shape[-1])]
     for step in range(len(places)):
         # Odd-even transposition: as many steps as places sort any order.
         for place in range(step % 2, len(places) - 1, 2):
