@@ -4,7 +4,7 @@ Owns: how rules of the KV budget are compared in seconds, before `make bench-age
 long as its decodes, prompt tokens and new turns cost on the machine of docs/benchmarks.md; replicas share its two cores.
 Always holds: a seed is one run. The first round has seen no session end, the second one knows what the first one came to.
 
-    python -m agentic.simulated [--trace FILE] [--tokens-scale F] [--kv 0.6 1 2] [--seeds 3]
+    python -m agentic.simulated [--trace FILE] [--tokens-scale F] [--kv 0.6 1 2] [--offload 0 0.4] [--seeds 3]
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from typing import NamedTuple
 from agentic.trace import Trace, first_groups, ideal_prefill, live_tokens, read, scaled
 from midstream.core.types import GenerateRequest, SamplingParams, Session
 from midstream.engine.embedded.blocks import BlockPool
+from midstream.engine.embedded.offload import CopyPrice, Offload
 from midstream.engine.embedded.scheduler import Scheduler, Sequence, StepWork
 from midstream.replica.kv_account import Beginning, KvAccount
 from midstream.replica.kv_queue import KvQueue, Waiting
@@ -30,6 +31,8 @@ BLOCK, CORES, REPLICAS = 16, 2, 4
 VOCABULARY = 1000
 #: Core seconds of a step, of each decode, of each token of a prompt, and of each turn.
 STEP_S, DECODE_S, PREFILL_S, TURN_S = 0.9e-3, 0.08e-3, 25e-6, 1.5e-3
+#: Of each token that is copied back from the second tier of the KV cache.
+COPY_S = 1e-6
 #: From an answer to its client.
 WIRE_S = 1e-3
 SHARE = 0.95
@@ -57,10 +60,17 @@ class Turn:
 
 
 class Replica:
-    def __init__(self, fleet: SimulatedFleet, blocks: int, budget: bool) -> None:
+    """blocks, offloaded: of the KV cache, and of its second tier."""
+
+    def __init__(self, fleet: SimulatedFleet, blocks: int, offloaded: int, budget: bool) -> None:
         self._fleet, self._budget = fleet, budget
+        price = CopyPrice()
+        price.computed(1_000_000, PREFILL_S * 1_000_000)
+        price.copied(1_000_000, COPY_S * 1_000_000)
+        nothing = lambda source, target: None  # noqa: E731
+        self._offload = Offload(blocks + 1, offloaded, move=nothing, merge=nothing, price=price)
         self.scheduler = Scheduler(
-            BlockPool(blocks + 1, BLOCK),
+            BlockPool(blocks + 1, BLOCK, self._offload),
             max_batch_tokens=576,
             max_prefill_tokens=512,
             max_running=64,
@@ -69,7 +79,7 @@ class Replica:
             clock=lambda: fleet.now,
         )
         self.account = KvAccount()
-        self.account.capacity = int(SHARE * blocks * BLOCK) if budget else 0
+        self.account.capacity = int(SHARE * (blocks + offloaded) * BLOCK) if budget else 0
         self.queue = KvQueue(self.account, waiting_max=100_000)
         self.busy = False
         self.placed = self.computed = 0
@@ -92,7 +102,7 @@ class Replica:
     def over(self, session: Session) -> None:
         self._known.discard(session)
         self.queue.ended(session)
-        self.scheduler.claims.end("\0".join(session))
+        self.scheduler.end_session("\0".join(session))
         self.account.end(session)
         self.settle()
 
@@ -121,13 +131,16 @@ class Replica:
             self._step()
 
     def _step(self) -> None:
+        restored = self._offload.restored
         works = self.scheduler.plan()
-        self.busy = bool(works)
-        if not works:
+        restored = self._offload.restored - restored
+        self.busy = bool(works or restored)
+        if not self.busy:
             return
         decodes = sum(work.size == 1 for work in works)
         prefill = sum(work.size for work in works if work.size > 1)
         cost_s = STEP_S + DECODE_S * decodes + PREFILL_S * prefill + self._overhead_s
+        cost_s += COPY_S * BLOCK * restored
         self._overhead_s = 0.0
         crowd = max(1.0, sum(one.busy for one in self._fleet.replicas) / CORES)
         self._fleet.at(self._fleet.now + cost_s * crowd, lambda: self._stepped(works))
@@ -157,12 +170,14 @@ class Replica:
 
 @dataclass(eq=False)
 class SimulatedFleet:
-    """kv: of the trace's live tokens, what the caches of all replicas hold. budget: whether sessions wait."""
+    """kv, offload: of the trace's live tokens, what the caches of all replicas hold, and their second tiers. budget: whether
+    sessions wait."""
 
     trace: Trace
     kv: float
     seed: int
     budget: bool = True
+    offload: float = 0.0
     now: float = 0.0
     waited: int = 0
     draw: random.Random = field(init=False)
@@ -171,8 +186,10 @@ class SimulatedFleet:
     def __post_init__(self) -> None:
         self.draw = random.Random(self.seed)
         self.numbers = itertools.count()
-        blocks = int(self.kv * live_tokens(self.trace) / REPLICAS) // BLOCK
-        self.replicas = [Replica(self, blocks, self.budget) for _ in range(REPLICAS)]
+        blocks, offloaded = (
+            int(share * live_tokens(self.trace) / REPLICAS) // BLOCK for share in (self.kv, self.offload)
+        )
+        self.replicas = [Replica(self, blocks, offloaded, self.budget) for _ in range(REPLICAS)]
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._round = 0
         self._over_s: list[float] = []
@@ -226,9 +243,11 @@ class SimulatedFleet:
         self.at(self.now + 0.005 * self.draw.random(), lambda: turn(0, list(prompt)))
 
 
-def rounds(trace: Trace, kv: float, seeds: int, *, budget: bool = True) -> list[Figures]:
+def rounds(
+    trace: Trace, kv: float, seeds: int, *, budget: bool = True, offload: float = 0.0
+) -> list[Figures]:
     """Medians of the first and of the second round."""
-    fleets = [SimulatedFleet(trace, kv, seed, budget) for seed in range(seeds)]
+    fleets = [SimulatedFleet(trace, kv, seed, budget, offload) for seed in range(seeds)]
     found = [(fleet.round(), fleet.round()) for fleet in fleets]
     return [
         Figures(*map(statistics.median, zip(*each, strict=True)))  # type: ignore[arg-type]
@@ -241,14 +260,16 @@ def main() -> None:
     parser.add_argument("--trace", type=Path, default=Path(__file__).parent / "traces" / "coding.jsonl")
     parser.add_argument("--tokens-scale", type=float, default=1 / 48)
     parser.add_argument("--kv", nargs="*", type=float, default=[0.6, 1.0, 2.0])
+    parser.add_argument("--offload", nargs="*", type=float, default=[0.0, 0.4])
     parser.add_argument("--seeds", type=int, default=3)
     args = parser.parse_args()
     trace = scaled(first_groups(read(args.trace), 16, 6), args.tokens_scale, 0.03)
-    for kv, budget in itertools.product(args.kv, (False, True)):
-        for name, one in zip(("first", "second"), rounds(trace, kv, args.seeds, budget=budget), strict=True):
+    for kv, offload, budget in itertools.product(args.kv, args.offload, (False, True)):
+        found = rounds(trace, kv, args.seeds, budget=budget, offload=offload)
+        for name, one in zip(("first", "second"), found, strict=True):
             print(
-                f"{kv:4.0%} {'budget' if budget else 'none':6} {name:6} wall {one.wall_s:5.2f} s, p90 {one.p90_s:5.2f} s,"
-                f" prefill / ideal {one.over_ideal:5.3f}, {one.waited} turns waited"
+                f"{kv:4.0%} + {offload:4.0%} {'budget' if budget else 'none':6} {name:6} wall {one.wall_s:5.2f} s,"
+                f" p90 {one.p90_s:5.2f} s, prefill / ideal {one.over_ideal:5.3f}, {one.waited} turns waited"
             )
 
 

@@ -60,6 +60,10 @@ class PackedCache:
         self.table = AddressTable([tensor.data_ptr() for tensor in (*self.keys, *self.values)])
         self.bytes_per_token = 2 * len(self.keys) * words * 4 // (groups * GROUP)
 
+    def planes(self, blocks: int) -> list[torch.Tensor]:
+        """Views of all that the cache holds, as bytes: of each tensor a row for each of `blocks` equal blocks."""
+        return [tensor.view(torch.uint8).view(blocks, -1) for tensor in (*self.keys, *self.values)]
+
 
 class CpuDecoder:
     def __init__(

@@ -47,3 +47,16 @@ def test_a_replica_whose_machine_goes_is_named_with_the_time() -> None:
     shown = render(read_status({"replicas": [ROW]}), metrics)
     assert shown.endswith("\n\nreplica-0 leaves at 01:02:05 UTC")
     assert "leaves" not in render(read_status({"replicas": [ROW]}), {})
+
+
+def test_a_second_tier_of_the_cache_is_shown_once_it_holds_something() -> None:
+    def kv(offloaded: float) -> str:
+        found = {"kv_blocks_used": 10.0, "kv_blocks_capacity": 40.0, "kv_block_tokens": 16.0}
+        found |= {"kv_between_turns_tokens": 320.0, "kv_free_tokens": 160.0, "kv_offloaded_tokens": offloaded}
+        metrics = {
+            f"midstream_replica_{name}": [({"replica": "replica-0"}, at)] for name, at in found.items()
+        }
+        return render(read_status({"replicas": [ROW]}), metrics)
+
+    assert "25% live, 50% between turns, 25% free, 75% offloaded" in kv(480.0)
+    assert "offloaded" not in kv(0.0)

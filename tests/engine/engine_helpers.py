@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from midstream.core.types import GenerateRequest, SamplingParams, TokenRecord
 from midstream.engine.embedded.core import EngineCore
+from midstream.engine.embedded.offload import CopyPrice, Offload
 from midstream_kernels import KernelsUnavailable
 from midstream_kernels.build import kernels as native_kernels
 
@@ -29,6 +30,21 @@ def needs_compiler(kernels: str) -> None:
             native_kernels("f32")
         except KernelsUnavailable as error:
             pytest.skip(str(error))
+
+
+class EqualPrice(CopyPrice):
+    """Copying is as dear as computing, however long it takes on this machine."""
+
+    def copied(self, tokens: int, seconds: float) -> None:
+        pass
+
+
+def offload_of(core: EngineCore) -> Offload:
+    """The second tier of its cache, which does not depend on times from now on."""
+    offload = core.pool.offload
+    assert offload is not None
+    offload.price = EqualPrice()
+    return offload
 
 
 @dataclass

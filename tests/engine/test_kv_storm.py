@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_helpers import DEVICES, request
+from engine_helpers import DEVICES, offload_of, request
 from families import FAMILIES, write_model
 from kv_claims import Stream, Verdict, judge
 from msgspec.structs import replace
@@ -53,6 +53,8 @@ class Storm:
         self.streams: list[Stream] = []
         self.open: dict[tuple[str, int], Stream] = {}
         self.preempted = self.moved = 0
+        #: Per turn.
+        self.swaps = 0.12
         self.trunks = [[self.rng.randrange(128) for _ in range(96)] for _ in range(2)]
         self._count_preemptions(core)
 
@@ -100,7 +102,7 @@ class Storm:
     def turn(self) -> None:
         if len(self.open) < OPEN and self.rng.random() < 0.5:
             self.ask()
-        if self.rng.random() < 0.12:
+        if self.rng.random() < self.swaps:
             self.commit()
         self.step()
 
@@ -164,22 +166,22 @@ class Storm:
 
 # The last two: three models, the first of which serves.
 Made = tuple[EngineCore, list[LoadedModel], list[Path]]
-# Of a family, on a device.
-Engines = Callable[[str, int, str], Made]
+# Of a family, on a device. The last: settings besides.
+Engines = Callable[..., Made]
 
 
 @pytest.fixture
 def engines(tmp_path: Path) -> Engines:
     written: dict[str, list[Path]] = {}
 
-    def make(family: str, kv_tokens: int, device: str) -> Made:
+    def make(family: str, kv_tokens: int, device: str, **more: Any) -> Made:
         if family not in written:
             written[family] = [write_model(family, tmp_path / str(seed), seed) for seed in range(3)]
         directories = written[family]
         settings = EngineSettings(
-            max_batch_tokens=64, max_running=OPEN, kv_cache_tokens=kv_tokens, device=device
+            max_batch_tokens=64, max_running=OPEN, kv_cache_tokens=kv_tokens, device=device, **more
         )
-        core = EngineCore(directories[0], settings)
+        core = EngineCore(directories[0], settings, tmp_path)
         return core, [core.stage(directory) for directory in directories], directories
 
     return make
@@ -219,6 +221,52 @@ def test_every_record_is_borne_out_over_the_kv_it_is_said_to_stand_on(
     assert not verdict.wrong, str(verdict)
     assert any(len(set(stream.cached_kv)) > 1 for stream in storm.streams), "no reuse of KV of two snapshots"
     assert bool(storm.preempted) == (kv_tokens == 320)
+
+
+@pytest.mark.parametrize("family", few_fast(["qwen3-moe", "deepseek-v3", "gpt-oss"], "qwen3-moe"))
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.timeout(3600)
+def test_every_record_is_borne_out_over_kv_that_was_evicted_and_copied_back(
+    device: str, family: str, engines: Engines
+) -> None:
+    """A second tier of about the size of the cache, so that blocks go from there, too. At times all is dropped there."""
+    core, models, directories = engines(family, 320, device, kv_offload_memory="512KiB")
+    offload_of(core)
+    storm = Storm(core, models, seed=6)
+    storm.swaps = 0.04
+    while sum(len(stream.tokens) for stream in storm.streams) < 2 * TOKENS:
+        storm.turn()
+        if storm.rng.random() < 0.004:
+            core.abandon_kv("")
+    storm.end()
+    verdict = judge(storm.streams, Recomputer(storm.checkpoints(directories)), ERROR[device])
+    kv = core.stats().kv
+    print(f"{family}, {kv}: {verdict}; {storm!r}")
+    assert not verdict.wrong, str(verdict)
+    assert storm.preempted
+    assert kv.restored_tokens > 100
+    assert kv.dropped_tokens > 0
+
+
+def test_a_block_copied_back_into_the_place_of_another_is_found(engines: Engines) -> None:
+    """The fault is planted: labels and scores are right, and keys and values are of another block, of any namespace."""
+    core, models, directories = engines("qwen3-moe", 320, "cpu", kv_offload_memory="512KiB")
+    storm = Storm(core, models, seed=6)
+    storm.swaps = 0.04
+    offload = offload_of(core)
+    move = offload.move
+
+    def mixed_up(source: int, target: int) -> None:
+        move(source, target)
+        if source > core.pool.total:
+            planes = core.runner.cache.planes(core.pool.total + 1)
+            for plane in planes:
+                plane[target] = plane[1 + target % core.pool.total]
+
+    offload.move = mixed_up
+    storm.run(3 * TOKENS)
+    verdict = judge(storm.streams, Recomputer(storm.checkpoints(directories)), ERROR["cpu"])
+    assert verdict.wrong
 
 
 @pytest.mark.parametrize("family", few_fast(["qwen3-moe", "mistral", "deepseek-v3", "gpt-oss"], "qwen3-moe"))

@@ -182,6 +182,8 @@ class FakeEngine(Engine):
         self.switches: list[str] = []
         # What it was told to keep besides what serves, each time; and what it holds, by what runs, too.
         self.retained: list[tuple[str, ...]] = []
+        #: How often it was told that nobody finds what is cached.
+        self.abandoned = 0
         self.holds = {BASE_SNAPSHOT}
         self.running: list[str] = []
         self.canaries: list[GenerateRequest] = []
@@ -231,6 +233,9 @@ class FakeEngine(Engine):
     def retain(self, snapshots: Collection[str]) -> None:
         self.retained.append(tuple(snapshots))
         self._free()
+
+    def abandon_kv(self) -> None:
+        self.abandoned += 1
 
     def _free(self) -> None:
         self.holds &= {self.serving, *self.running, *(self.retained[-1] if self.retained else ())}

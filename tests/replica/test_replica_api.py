@@ -746,7 +746,9 @@ def test_salts_follow_session_tenant_isolation_and_reset_policy(tmp_path: Path) 
         assert await salt("s2") == await salt() != first
         await here.swapped("v2", reset_prompt_cache="none")
         assert [await salt("s%20one"), await salt("s2") == await salt()] == [first, True]
+        assert here.engine.abandoned == 0, "a known session finds its KV"
         await here.swapped("v3", reset_prompt_cache="all")
+        assert here.engine.abandoned == 1
         assert await salt("s%20one") == await salt("s2") == await salt() != first
 
     play(tmp_path, FakeEngine, scenario)

@@ -191,6 +191,8 @@ def _kv(name: str, metrics: Metrics) -> str:
         return "-"
     waiting = of_replica(metrics, "sessions_waiting", name)
     parts = {"live": used / total, "between turns": between / total / tokens, "free": free / total / tokens}
+    if offloaded := of_replica(metrics, "kv_offloaded_tokens", name):
+        parts["offloaded"] = offloaded / total / tokens
     waits = f", {waiting:.0f} sessions wait" if waiting else ""
     return ", ".join(f"{share:.0%} {what}" for what, share in parts.items()) + waits
 

@@ -57,6 +57,10 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     kv_cache_tokens: int = 65536
     # The cache's size in bytes, such as "512MiB" or "4GiB". It wins over kv_cache_tokens.
     kv_cache_memory: Size | None = None
+    # The size of a second tier, for what the cache evicts and may copy back, such as "8GiB". None: there is none.
+    kv_offload_memory: Size | None = None
+    # Where it is. A file has no name. It lies in state_dir, in the replica's folder of snapshots.
+    kv_offload_to: Literal["memory", "disk"] = "memory"
     # Tokens computed in one step. Longer prompts are prefilled in chunks.
     max_batch_tokens: Count = 1024
     # Of these, prompt tokens in a step that also decodes: bounds the gap in streams.
@@ -100,8 +104,7 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     # Request bodies that are still arriving at one gateway process, together. A further one is a 413 that says to retry.
     # None: 512 MiB, or four times max_body_bytes if that is more.
     max_unfinished_body_bytes: int | None = None
-    # The same limit, per tenant. Without API keys all clients are one tenant.
-    # None: half of max_unfinished_body_bytes, or max_body_bytes if that is more.
+    # The same, per tenant; without API keys all are one. None: half of max_unfinished_body_bytes, or max_body_bytes if more.
     max_unfinished_body_bytes_per_tenant: int | None = None
     # Bytes/s that a body has to bring, counted over 30 s, or it is a 408. 0: one byte in 30 s.
     min_body_rate: CountOrZero = 1024
@@ -267,8 +270,7 @@ class ReplicaSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     tls_ca: str | None = None
     # What a replica's snapshots, deltas and policies may take on disk, e.g. "20GiB"; None: what is in use and a little more.
     snapshot_cache: Size | None = None
-    # How long an async swap waits for requests that are pinned to the serving snapshot, and with vLLM for those of policies
-    # that it ends.
+    # How long an async swap waits for requests pinned to the serving snapshot, and with vLLM for those of policies it ends.
     pin_drain_s: Annotated[float, Meta(ge=0, le=86400, description="must be 0 to 86400 seconds")] = 60.0
     # Snapshots that stay loaded in each replica, the serving one included, and each policy's. With 1, a swap waits for pins.
     resident_snapshots: Annotated[int, Meta(ge=1, le=64, description="must be 1 to 64")] = 1

@@ -15,8 +15,11 @@ _Whole = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 class KvStats(msgspec.Struct, frozen=True, kw_only=True):
     """used: by running requests. held: by sessions between two turns. loose: by neither, and anybody may reuse it.
 
-    missing: blocks that sessions had, and would have to compute again at their next turn. evicted_tokens: while their session
-    lived. again_tokens: of these, those that a later turn computed again. total is 0 where nothing is known of the cache.
+    missing: blocks that sessions had, and would have to compute or copy again at their next turn. evicted_tokens: while their
+    session lived. again_tokens: of these, those that a later turn computed again. total is 0 where nothing is known of
+    the cache. offload_total, offloaded: blocks of the second tier, beside these, and those of them that hold something; a tier
+    that is slower than computing has a total of 0. restored_tokens: were copied back from there. dropped_tokens: went from
+    there without.
     """
 
     block_tokens: _Whole = 0
@@ -27,6 +30,10 @@ class KvStats(msgspec.Struct, frozen=True, kw_only=True):
     missing: _Whole = 0
     evicted_tokens: _Whole = 0
     again_tokens: _Whole = 0
+    offload_total: _Whole = 0
+    offloaded: _Whole = 0
+    restored_tokens: _Whole = 0
+    dropped_tokens: _Whole = 0
 
     @property
     def free(self) -> int:
@@ -35,7 +42,8 @@ class KvStats(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def capacity_tokens(self) -> int:
-        return self.total * self.block_tokens
+        """That sessions may have, running or between two turns."""
+        return (self.total + self.offload_total) * self.block_tokens
 
 
 class KvWaits(msgspec.Struct, frozen=True, kw_only=True):

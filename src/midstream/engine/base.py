@@ -201,6 +201,9 @@ class Slot(abc.ABC):
         The others are freed once no request runs under them. Returns at once.
         """
 
+    def abandon_kv(self) -> None:  # noqa: B027 - optional to override
+        """No new request of this policy finds what is cached now. Where that is known, it makes room. Returns at once."""
+
     async def until_computing(self) -> None:  # noqa: B027 - optional to override
         """Return when urgent requests are computed: at once, or after a pause without the feature `frozen_check`."""
 

@@ -146,7 +146,7 @@ def make_engine(spec: ReplicaSpec) -> Engine:
         return SglangEngine(model_dir, spec.sglang, Path(spec.cache_dir), url=spec.server_url, gpus=spec.gpus)
     from midstream.engine.embedded.engine import EmbeddedEngine
 
-    return EmbeddedEngine(model_dir, spec.engine)
+    return EmbeddedEngine(model_dir, spec.engine, Path(spec.cache_dir))
 
 
 def replica_fields(settings: Settings, name: str) -> dict[str, Any]:

@@ -84,6 +84,15 @@ REPLICAS: dict[str, Family] = {
     "midstream_replica_kv_again_tokens": Family(
         "counter", "evicted tokens that a later turn computed again", _REPLICA
     ),
+    "midstream_replica_kv_offloaded_tokens": Family(
+        "gauge", "tokens in the second tier of the KV cache", _REPLICA
+    ),
+    "midstream_replica_kv_restored_tokens": Family(
+        "counter", "tokens copied back from the second tier of the KV cache", _REPLICA
+    ),
+    "midstream_replica_kv_dropped_tokens": Family(
+        "counter", "tokens that went from the second tier of the KV cache unused", _REPLICA
+    ),
     "midstream_replica_kv_budget_tokens": Family(
         "gauge", "tokens of the KV cache that sessions may claim; 0: no session waits", _REPLICA
     ),

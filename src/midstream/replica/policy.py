@@ -285,6 +285,11 @@ class ServedPolicy:
             return None
         return self._terms.ties.waits(machine.target)
 
+    def reset_cache(self) -> None:
+        """No new request finds what is cached now."""
+        self.namespaces.reset()
+        self._terms.slot.abandon_kv()
+
     def shut(self) -> None:
         """Take no more snapshots. Requests that use the policy continue."""
         # A request that ends later keeps nothing in the engine.

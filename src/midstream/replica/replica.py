@@ -313,7 +313,7 @@ class Replica:
 
     def reset_cache(self) -> None:
         for policy in self.policies:
-            policy.namespaces.reset()
+            policy.reset_cache()
 
     def hint(self, hint: Hint) -> None:
         self.policies.hint(hint)

@@ -4,6 +4,34 @@ from catalogue.mutation import Mutation
 
 ENGINE = (
     Mutation(
+        "restored_kv_keeps_the_label_of_another",
+        "engine/embedded/host_blocks.py",
+        "            provenance.move(source, target)\n",
+        "",
+        "A block that comes back from the second tier has the labels that it went with.",
+        (
+            "engine/test_offload.py::test_a_restored_block_of_another_snapshot_is_found_by_the_engines_own_check",
+        ),
+    ),
+    Mutation(
+        "what_a_turn_waits_for_goes_to_make_room_for_it",
+        "engine/embedded/scheduler.py",
+        "        restores.pin(self.pool, ahead)\n",
+        "",
+        "What a sequence waits for in the second tier does not go for the blocks that it takes.",
+        ("engine/test_offload.py::test_a_long_restore_is_spread_over_steps_and_a_stream_goes_on_meanwhile",),
+    ),
+    Mutation(
+        "an_ended_sessions_kv_is_offloaded",
+        "engine/embedded/blocks.py",
+        "if prefix.block in self._ended or not offload.total:",
+        "if not offload.total:",
+        "What an ended session had alone takes no place in the second tier.",
+        (
+            "engine/test_offload.py::test_what_an_ended_session_had_alone_is_not_offloaded_and_goes_first_where_it_was",
+        ),
+    ),
+    Mutation(
         "mixed_weights_compute_again",
         "engine/vllm/in_place.py",
         "(_P.UNCERTAIN, _E.GIVE_UP): (_P.LOST, _A.KILL)",

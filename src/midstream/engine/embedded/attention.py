@@ -121,6 +121,11 @@ class KVCache:
             theirs.update({layer: t.new_zeros((slots, *t.shape[1:])) for layer, t in mine.items()})
         return other
 
+    def planes(self, blocks: int) -> list[torch.Tensor]:
+        """Views of all that the cache holds, as bytes: of each tensor a row for each of `blocks` equal blocks."""
+        tensors = (*self.keys.values(), *self.values.values())
+        return [tensor.view(torch.uint8).view(blocks, -1) for tensor in tensors]
+
     @property
     def bytes_per_token(self) -> int:
         tensors = [*self.keys.values(), *self.values.values()]

@@ -17,6 +17,8 @@ Always holds:
 - Every block in the tree can be reached from its root: a block that is removed takes all blocks below with it.
 - Eviction takes the loose block that was unused for longest, and those that only an ended session had before that. A held block
   is evicted once its claims are given up (claims.py).
+- Where there is a second tier (offload.py), what is evicted is moved there, but for what only an ended session had. Its place
+  stays in the tree, with a block that no sequence reads. So the tree has each place once, in one of the two tiers.
 """
 
 from __future__ import annotations
@@ -25,7 +27,10 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+import msgspec
+
 from midstream.core.kv import KvStats
+from midstream.engine.embedded.offload import Offload
 
 PAD_SLOT = 0
 SCRATCH_SLOT = 1
@@ -61,19 +66,23 @@ class Prefix:
 
 
 class BlockPool:
-    """Blocks 1..num_blocks-1 of `block_size` tokens each."""
+    """Blocks 1..num_blocks-1 of `block_size` tokens each. offload: the second tier, whose blocks have the next numbers."""
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(self, num_blocks: int, block_size: int, offload: Offload | None = None) -> None:
         if num_blocks < 2 or block_size < 2:
             raise ValueError(f"needs 2 blocks of 2 tokens at least, got {num_blocks} of {block_size}")
         self.block_size = block_size
         self.total = num_blocks - 1
+        self.offload = offload
+        if offload is not None:
+            assert offload.first == num_blocks, f"{offload!r} does not follow {num_blocks} blocks"
+            num_blocks += offload.total
         self._references = [0] * num_blocks
         # The place of each block that is in the tree.
         self._prefix: list[Prefix | None] = [None] * num_blocks
         # By salt, the roots that have a place below them.
         self._roots: dict[bytes, Prefix] = {}
-        self._free = list(range(num_blocks - 1, 0, -1))
+        self._free = list(range(self.total, 0, -1))
         # The least recently used block comes first.
         self._loose: OrderedDict[int, None] = OrderedDict()
         self._held: set[int] = set()
@@ -81,6 +90,8 @@ class BlockPool:
         self._claims = [0] * num_blocks
         self._claimant = [""] * num_blocks
         self._shared = bytearray(num_blocks)
+        # Loose blocks that only an ended session had.
+        self._ended: set[int] = set()
         #: Is called when held blocks are the only ones left, and gives up claims until one is loose.
         self.on_need: Callable[[], None] = lambda: None
         #: Blocks that were evicted while a session claimed them.
@@ -116,8 +127,8 @@ class BlockPool:
 
     def kv(self, missing: int, needed_again: int) -> KvStats:
         """missing, needed_again: of the claims, in blocks. Each step passes here, so it calls nothing."""
-        size, held, loose = self.block_size, len(self._held), len(self._loose)
-        return KvStats(
+        size, held, loose, offload = self.block_size, len(self._held), len(self._loose), self.offload
+        stats = KvStats(
             block_tokens=size,
             total=self.total,
             used=self.total - len(self._free) - held - loose,
@@ -126,6 +137,15 @@ class BlockPool:
             missing=missing,
             evicted_tokens=self.evicted * size,
             again_tokens=needed_again * size,
+        )
+        if offload is None:
+            return stats
+        return msgspec.structs.replace(
+            stats,
+            offload_total=offload.total if offload.price.share <= 1.0 else 0,
+            offloaded=len(offload),
+            restored_tokens=offload.restored * size,
+            dropped_tokens=offload.dropped * size,
         )
 
     def allocate(self) -> int:
@@ -140,7 +160,8 @@ class BlockPool:
             block, _ = self._loose.popitem(last=False)
             prefix = self._prefix[block]
             assert prefix is not None
-            self._remove(prefix)
+            if self.offload is None or not self._demote(prefix, self.offload):
+                self._remove(prefix)
         else:
             raise OutOfBlocks
         self._references[block] = 1
@@ -155,6 +176,7 @@ class BlockPool:
         if self._references[block] == 0:
             self._loose.pop(block, None)
             self._held.discard(block)
+            self._ended.discard(block)
         self._references[block] += 1
 
     def release(self, block: int) -> None:
@@ -174,6 +196,36 @@ class BlockPool:
         """Mark the place as used just now, even if its user has a copy of the block."""
         if prefix.block in self._loose:
             self._loose.move_to_end(prefix.block)
+        elif self.offload is not None:
+            self.offload.touch(prefix.block)
+
+    def offloaded(self, prefix: Prefix) -> bool:
+        """Whether the place is in the second tier, so that no sequence can read its block."""
+        return prefix.block > self.total
+
+    def restore(self, prefix: Prefix, block: int) -> None:
+        """Copy an offloaded place into `block`, which is in use and in no place. That is its block from now on."""
+        assert self.offload is not None
+        self.offload.move(prefix.block, block)
+        self.offload.restored += 1
+        self._lift(prefix, block)
+
+    def adopt(self, prefix: Prefix, block: int) -> None:
+        """As `restore`, where `block` has the content already."""
+        assert self.offload is not None
+        self.offload.merge(prefix.block, block)
+        self._lift(prefix, block)
+
+    def end(self, session: str) -> None:
+        """The session is over: what it alone has in the second tier goes first."""
+        if self.offload is not None:
+            self.offload.end(session)
+
+    def drop_offloaded(self, drops: Callable[[int], bool]) -> None:
+        """Remove what is in the second tier and was computed, at its end, in an epoch that `drops` accepts."""
+        for prefix in self._prefix[self.total + 1 :]:
+            if prefix is not None and prefix.kept and drops(prefix.epochs[-1]):
+                self._remove(prefix)
 
     def claim(self, prefix: Prefix, session: str) -> None:
         """The session claims the place, which is kept. It may have other claims on it."""
@@ -185,6 +237,7 @@ class BlockPool:
         if block in self._loose:
             del self._loose[block]
             self._held.add(block)
+            self._ended.discard(block)
 
     def unclaim(self, prefix: Prefix, *, ended: bool = False) -> None:
         """Drop one claim on a place that is kept. ended: with its session; if no other session had it, it is evicted next."""
@@ -196,6 +249,7 @@ class BlockPool:
             self._loose[block] = None
             if ended and not self._shared[block]:
                 self._loose.move_to_end(block, last=False)
+                self._ended.add(block)
 
     def index(self, block: int, parent: Prefix, tokens: bytes, epochs: tuple[int, ...]) -> Prefix:
         """Offer a fully computed block for reuse. Returns its place, which another block of equal content may hold already.
@@ -212,6 +266,8 @@ class BlockPool:
         older = 0
         for sibling in siblings:
             if sibling.epochs == epochs:
+                if sibling.block > self.total:
+                    self.adopt(sibling, block)
                 return sibling
             if sibling.epochs < epochs:
                 break
@@ -231,7 +287,7 @@ class BlockPool:
         return prefix
 
     def indexed(self) -> Iterator[Prefix]:
-        """All places that hold a block."""
+        """All places that hold a block, in either tier."""
         return (prefix for prefix in self._prefix if prefix is not None)
 
     def check(self) -> None:
@@ -239,6 +295,7 @@ class BlockPool:
         free, loose, held = set(self._free), set(self._loose), self._held
         cached = loose | held
         used = {b for b in range(1, self.total + 1) if self._references[b] > 0}
+        behind = range(self.total + 1, len(self._prefix))
         assert len(free) == len(self._free), "a block is free twice"
         for left, right in ((free, cached), (free, used), (cached, used), (loose, held)):
             assert left.isdisjoint(right), "a block is in two states"
@@ -247,6 +304,12 @@ class BlockPool:
         assert all(self._prefix[b] is not None for b in cached), "a cached block is not in the tree"
         assert all(self._claims[b] > 0 for b in held), "a block is held for no session"
         assert not any(self._claims[b] for b in free | loose), "a session's block is loose or free"
+        assert self._ended <= loose, "a block of an ended session is not loose"
+        assert not any(self._references[b] or self._claims[b] for b in behind), "an offloaded block is in use"
+        if self.offload is not None:
+            self.offload.check()
+            held_behind = {b for b in behind if self._prefix[b] is not None}
+            assert held_behind == {b for b in behind if b in self.offload}, "the tiers disagree"
         self._check_tree()
 
     def _check_tree(self) -> None:
@@ -266,6 +329,40 @@ class BlockPool:
                 found += len(siblings)
                 parents += siblings
         assert found == sum(1 for _ in self.indexed()), "a block cannot be reached from its root"
+
+    def _demote(self, prefix: Prefix, offload: Offload) -> bool:
+        """Move an evicted place to the second tier; False if it has to go. Its block is the caller's then."""
+        if prefix.block in self._ended or not offload.total:
+            return False
+        if offload.full:
+            oldest = offload.next_to_go()
+            if oldest is None:
+                return False
+            gone = self._prefix[oldest]
+            assert gone is not None
+            self._remove(gone)
+            if not prefix.kept:
+                # It stood on that one.
+                return True
+        block = prefix.block
+        host = offload.take("" if self._shared[block] else self._claimant[block])
+        offload.move(block, host)
+        self._give(prefix, host)
+        return True
+
+    def _lift(self, prefix: Prefix, block: int) -> None:
+        assert self.offload is not None
+        host = prefix.block
+        assert self._prefix[block] is None, f"block {block} is in the tree already"
+        self._give(prefix, block)
+        self.offload.give_back(host)
+
+    def _give(self, prefix: Prefix, block: int) -> None:
+        """A place gets another block, and what is known of its sessions goes with it."""
+        before, prefix.block = prefix.block, block
+        self._prefix[before], self._prefix[block] = None, prefix
+        self._claimant[block], self._claimant[before] = self._claimant[before], ""
+        self._shared[block], self._shared[before] = self._shared[before], False
 
     def _remove(self, prefix: Prefix) -> None:
         """Take a place and all places below it out of the tree. Their blocks become free if they are not in use."""
@@ -287,6 +384,11 @@ class BlockPool:
             self._shared[block], self._claimant[block] = False, ""
             self.evicted += block in self._held
             self._claims[block] = 0
+            self._ended.discard(block)
+            if block > self.total:
+                assert self.offload is not None
+                self.offload.give_back(block)
+                self.offload.dropped += 1
             if block in self._loose or block in self._held:
                 self._loose.pop(block, None)
                 self._held.discard(block)

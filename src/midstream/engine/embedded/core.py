@@ -33,9 +33,9 @@ from midstream.core.types import (
     TopLogprob,
 )
 from midstream.engine.embedded.batch import LogitRows, not_finite, rows_needed, sample_rows
-from midstream.engine.embedded.blocks import BlockPool
 from midstream.engine.embedded.constraint import Constraints, follower_of
 from midstream.engine.embedded.growing_files import GrowingFiles
+from midstream.engine.embedded.host_blocks import kv_books
 from midstream.engine.embedded.limits import TokenFollower
 from midstream.engine.embedded.loading import (
     batch_invariant,
@@ -46,10 +46,9 @@ from midstream.engine.embedded.loading import (
 )
 from midstream.engine.embedded.model_runner import ModelRunner, dispose
 from midstream.engine.embedded.protocol import embedded_card
-from midstream.engine.embedded.provenance import Provenance
 from midstream.engine.embedded.sampler import new_sampler, ranks_of
 from midstream.engine.embedded.scheduler import Scheduler, Sequence, StepWork
-from midstream.engine.embedded.token_scores import NO_SNAPSHOT, ScoreStore, shown, weights_of
+from midstream.engine.embedded.token_scores import NO_SNAPSHOT, shown, weights_of
 from midstream.engine.embedded.weights import Retired, Weights, WeightStore, load_adapter_beside
 from midstream.engine.step import Sampled
 from midstream.snapshots.adapter import is_adapter
@@ -65,14 +64,14 @@ Output = tuple[str, GenerationEvent]
 
 
 class EngineCore:
-    def __init__(self, model_dir: Path, settings: EngineSettings) -> None:
+    def __init__(self, model_dir: Path, settings: EngineSettings, folder: Path | None = None) -> None:
         self._settings = settings
         model = load_model(model_dir, settings)
         num_blocks = cache_tokens(model, settings) // settings.block_size + 1
         self._model_dir = model_dir
         self.store = WeightStore(model, self._in_use)
         self.runner = ModelRunner(self.store, settings, num_blocks)
-        self.pool = BlockPool(num_blocks, settings.block_size)
+        self.pool, self._scores, self._provenance = kv_books(self.runner, num_blocks, settings, folder)
         self.scheduler = Scheduler(
             self.pool,
             max_batch_tokens=settings.max_batch_tokens,
@@ -84,8 +83,6 @@ class EngineCore:
         self.scheduler.track = self.store.policies[""]
         # By commit.
         self.snapshots = self.store.labels
-        self._scores = ScoreStore(num_blocks, settings.block_size, self.runner.route_bytes)
-        self._provenance = Provenance(num_blocks, settings.block_size, self.store)
         self._constraints = Constraints.load(
             model_dir, model.config.vocab_size, self.runner.info(0).eos_token_ids
         )
@@ -233,7 +230,12 @@ class EngineCore:
         self.store.retain(policy, snapshots)
 
     def end_policy(self, policy: str) -> None:
+        self.abandon_kv(policy)
         self.store.end(policy)
+
+    def abandon_kv(self, policy: str) -> None:
+        """See engine.base.Slot. The pool's blocks go in their order, and those of the second tier at once."""
+        self.pool.drop_offloaded(lambda epoch: self.store.owner(epoch) == policy)
 
     def _in_use(self) -> set[int]:
         """The commits that sequences stay with, also when their policy switches or ends."""
@@ -294,7 +296,10 @@ class EngineCore:
 
     def _run(self, works: list[StepWork]) -> list[Output]:
         rows = rows_needed(works)
+        began = time.perf_counter()
         logits, routes = self.runner.forward(works, rows.packed)
+        if self.pool.offload is not None:
+            self.pool.offload.price.stepped([work.size for work in works], time.perf_counter() - began)
         self._provenance.write(self.runner.written, self.runner.epochs)
         self._steps += 1
         split = len(rows.scores)
@@ -338,14 +343,7 @@ class EngineCore:
         if not kept:
             return
         slots = self._slots([(seq, len(seq.tokens) - 1) for seq, _ in kept])
-        logprobs, ordinals, routes, ties = zip(*[last for _, last in kept], strict=True)
-        self._scores.write(
-            np.array(slots),
-            np.array(logprobs),
-            None if routes[0] is None else self._scores.routes_of(b"".join(routes)),
-            np.array(ordinals),
-            np.frombuffer(bytes(ties), np.uint8),
-        )
+        self._scores.write_read(slots, [last for _, last in kept])
 
     def _report(
         self, rows: LogitRows, sampled: Sampled | None, broken: set[Sequence], routes: np.ndarray | None

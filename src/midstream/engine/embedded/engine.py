@@ -85,6 +85,9 @@ class _PolicySlot(Slot):
     def retain(self, snapshots: Collection[str]) -> None:
         self._send(m.Retain(self._policy, tuple(snapshots)))
 
+    def abandon_kv(self) -> None:
+        self._send(m.AbandonKv(self._policy))
+
     async def weights_digest(self) -> str | None:
         return (await self._call(lambda call: m.DigestWeights(call, self._policy))).digest
 
@@ -92,10 +95,13 @@ class _PolicySlot(Slot):
 class EmbeddedEngine(Engine):
     proves_staged = True
 
-    def __init__(self, model_dir: Path, settings: EngineSettings) -> None:
+    """folder: see EngineCore."""
+
+    def __init__(self, model_dir: Path, settings: EngineSettings, folder: Path | None = None) -> None:
         self._own = _PolicySlot("", self._call, self._send)
         self._model_dir = model_dir
         self._settings = settings
+        self._folder = folder
         self._process: subprocess.Popen[bytes] | None = None
         # None or closing when the engine is not running.
         self._link: _EngineLink | None = None
@@ -120,7 +126,9 @@ class EmbeddedEngine(Engine):
         self._process, self._link = process, link = await ipc.spawn(
             "midstream.engine.embedded.loop", lambda: _EngineLink(self._dispatch)
         )
-        link.send(m.Start(str(self._model_dir), self._settings))
+        link.send(
+            m.Start(str(self._model_dir), self._settings, None if self._folder is None else str(self._folder))
+        )
         info = await self._loaded(link, process)
         now = asyncio.get_running_loop().time()
         self._silence, self._stillness = SilenceTimer(now), StillnessTimer(now)
@@ -193,6 +201,9 @@ class EmbeddedEngine(Engine):
 
     def retain(self, snapshots: Collection[str]) -> None:
         self._own.retain(snapshots)
+
+    def abandon_kv(self) -> None:
+        self._own.abandon_kv()
 
     async def weights_digest(self) -> str | None:
         return await self._own.weights_digest()

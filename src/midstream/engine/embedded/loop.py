@@ -144,7 +144,9 @@ class EngineLoop:
                 self._answer(self._stager.drop(policy))
                 self._core.end_policy(policy)
             case m.EndSession(session):
-                self._core.scheduler.claims.end(session)
+                self._core.scheduler.end_session(session)
+            case m.AbandonKv(policy):
+                self._core.abandon_kv(policy)
             case m.DigestWeights(call, policy):
                 self._digest(call, policy)
             case m.PauseSteps(call):
@@ -237,7 +239,9 @@ def main() -> int:
         torch.set_num_threads(max(1, start.settings.threads))
         try:
             began = time.monotonic()
-            core = EngineCore(Path(start.model_dir), start.settings)
+            core = EngineCore(
+                Path(start.model_dir), start.settings, None if start.folder is None else Path(start.folder)
+            )
             logger.info("%s is loaded, in %.1f s", start.model_dir, time.monotonic() - began)
         except Exception as error:
             # Report any error of the loader to the replica, on one line. Then this process ends.

@@ -34,8 +34,11 @@ def embedded_card(settings: EngineSettings, *, grammars: bool, reproducible: boo
 
 
 class Start(msgspec.Struct, tag=True, frozen=True):
+    """folder: for a file that the engine may have, if its settings ask for one."""
+
     model_dir: str
     settings: EngineSettings
+    folder: str | None
 
 
 class Generate(msgspec.Struct, tag=True, frozen=True):
@@ -108,6 +111,12 @@ class EndSession(msgspec.Struct, tag=True, frozen=True):
     session: str
 
 
+class AbandonKv(msgspec.Struct, tag=True, frozen=True):
+    """See engine.base.Slot.abandon_kv. No CallDone answers it."""
+
+    policy: str
+
+
 class PauseSteps(msgspec.Struct, tag=True, frozen=True):
     call: int
 
@@ -133,6 +142,7 @@ Command = (
     | Retain
     | EndPolicy
     | EndSession
+    | AbandonKv
     | PauseSteps
     | ResumeSteps
     | DigestWeights

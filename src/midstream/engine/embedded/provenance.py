@@ -26,6 +26,12 @@ class Provenance:
     def write(self, slots: np.ndarray, commits: np.ndarray) -> None:
         self._commits[slots] = commits
 
+    def move(self, source: int, target: int) -> None:
+        """The content of a block is from now on in another."""
+        commits = self._commits.reshape(-1, self._block_size)
+        commits[target] = commits[source]
+        commits[source] = NO_SNAPSHOT
+
     def check(self, cached: Iterable[Prefix]) -> None:
         """Assert that cached blocks were computed by the weights that they are kept under."""
         commits = self._commits.reshape(-1, self._block_size)

@@ -15,6 +15,8 @@ Always holds:
 - A sequence of a session leaves a claim on its blocks (claims.py). So they are evicted after those of sessions that ended.
 - A sequence reuses a chain of blocks, each of which was computed on the one before. It offers its own blocks behind the very
   blocks that it read. Epochs never fall along a chain, so KV is as old as its first position.
+- Of a chain that it reuses, a sequence copies back what lies in the second tier (offload.py), within the budget of its steps.
+  It computes once that is done. What goes from there meanwhile, it computes.
 - While it is frozen, only urgent sequences are computed. The others keep their blocks, unless an urgent one needs them.
 - An admitted sequence can always finish: `check_fits` refuses a request that could outgrow the pool.
 """
@@ -32,6 +34,7 @@ import msgspec
 
 from midstream.core.types import GenerateRequest, TopLogprob
 from midstream.engine.claims import Claims, Return
+from midstream.engine.embedded import restores
 from midstream.engine.embedded.blocks import NO_BLOCK, BlockPool, OutOfBlocks, Prefix
 from midstream.engine.embedded.track import Track
 
@@ -54,7 +57,8 @@ class Sequence:
 
     leader: the first choice of the same request, which is prefilled first so that its blocks can be shared.
     track: the weights that it runs under; None: those of the scheduler's own track.
-    path: the places of its leading full blocks in the prefix cache. written: of its own KV, spans of equal epoch, as (first
+    path: the places of its leading full blocks in the prefix cache. ahead: those behind them that it may reuse too, once they
+    are copied back; the next one stands last. written: of its own KV, spans of equal epoch, as (first
     position, epoch). packed: its tokens in the form in which they are matched.
     cursor: the next position to run. It is below `computed` only to get the logits there again.
     cached_tokens, queued_s: set at the first admission. last_sampled: of the newest generated token, raw logprob, snapshot,
@@ -71,6 +75,7 @@ class Sequence:
     tokens: list[int] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)
     path: list[Prefix] = field(default_factory=list)
+    ahead: list[Prefix] = field(default_factory=list)
     written: list[tuple[int, int]] = field(default_factory=list)
     packed: bytes = b""
     computed: int = 0
@@ -211,7 +216,7 @@ class Scheduler:
         for seq in tuple(self.running):
             if self.frozen and not seq.request.urgent:
                 continue
-            if len(seq.tokens) - seq.cursor > 1:
+            if seq.ahead or len(seq.tokens) - seq.cursor > 1:
                 unfinished.append(seq)
             elif budget > 0 and (seq.cursor < len(seq.blocks) * block_size or self._has_room(seq, 1)):
                 decodes.append(_work(seq, 1))
@@ -223,10 +228,12 @@ class Scheduler:
             waiting -= 1
         for seq in sorted(unfinished, key=lambda seq: not seq.request.urgent):
             allowed = max(budget, URGENT_TOKENS) if seq.request.urgent else budget
+            allowed, copied = self._restore(seq, allowed)
             size = min(allowed, _piece(seq, beside=decodes))
             if size > 0 and self._has_room(seq, size):
                 (decodes if size == 1 else prefills).append(_work(seq, size))
-                budget = max(0, budget - size)
+                copied += size
+            budget = max(0, budget - copied)
         preempted = len(self.waiting) > waiting
         while budget > 0 and self.waiting and not preempted:
             seq = self.waiting[0]
@@ -234,9 +241,11 @@ class Scheduler:
                 break
             if len(self.running) >= self._max_running or not self._admit(seq):
                 break
+            budget, _ = self._restore(seq, budget)
             size = min(budget, _piece(seq, beside=decodes))
             budget -= size
-            (decodes if size == 1 else prefills).append(_work(seq, size))
+            if size > 0:
+                (decodes if size == 1 else prefills).append(_work(seq, size))
         works = decodes + prefills
         return [w for w in works if w.seq.blocks] if preempted else works
 
@@ -311,6 +320,7 @@ class Scheduler:
         if leader is not None and not leader.done and leader.computed < leader.prompt_len:
             return False
         shared = self._match(seq)
+        shared, ahead = restores.split(self.pool, shared)
         for prefix in shared:
             self.pool.retain(prefix.block)
         needed = -(-len(seq.tokens) // self.pool.block_size) - len(shared)
@@ -320,14 +330,31 @@ class Scheduler:
             return False
         if seq.request.session:
             levels = len(seq.tokens) // self.pool.block_size
-            self.claims.take_up(seq.request.session, seq.request.salt, shared, levels)
+            self.claims.take_up(seq.request.session, seq.request.salt, shared + ahead, levels)
+        restores.pin(self.pool, ahead)
         self.waiting.popleft()
         self.running.append(seq)
-        seq.epoch, seq.reported_epoch = seq.now, -1
         seq.blocks = [prefix.block for prefix in shared] + [self._allocate() for _ in range(needed)]
-        seq.path = shared
-        seq.computed = len(shared) * self.pool.block_size
-        seq.cursor = seq.computed
+        seq.path, seq.ahead, seq.epoch = shared, ahead[::-1], seq.now
+        if not ahead:
+            self._begin(seq)
+        return True
+
+    def _restore(self, seq: Sequence, budget: int) -> tuple[int, int]:
+        """Restore what the sequence may reuse, and begin it once all is there. What is left of the budget for computing, and
+        what this took."""
+        if not seq.ahead:
+            return budget, 0
+        spent = restores.restore(self.pool, seq, budget)
+        if seq.ahead:
+            return 0, budget
+        self._begin(seq)
+        return budget - spent, spent
+
+    def _begin(self, seq: Sequence) -> None:
+        """All that an admitted sequence reuses is in its blocks. It computes from there on."""
+        seq.epoch, seq.reported_epoch = seq.now, -1
+        seq.computed = seq.cursor = len(seq.path) * self.pool.block_size
         again = seq.computed > 0 and (
             seq.computed == len(seq.tokens) or seq.first_scored <= seq.computed < seq.prompt_len
         )
@@ -337,7 +364,6 @@ class Scheduler:
         if seq.cached_tokens is None:
             seq.queued_s = time.perf_counter() - seq.arrived
             seq.cached_tokens = min(seq.computed, seq.prompt_len)
-        return True
 
     def _match(self, seq: Sequence) -> list[Prefix]:
         """The longest chain of cached blocks that this sequence may use. Among equally long chains, the youngest.
@@ -434,8 +460,14 @@ class Scheduler:
         before = sum(1 for other in self.waiting if _rank(other) < _rank(seq))
         self.waiting.insert(before, seq)
 
+    def end_session(self, session: str) -> None:
+        """The session is over: what it had alone is the first to be evicted, in both tiers."""
+        self.claims.end(session)
+        self.pool.end(session)
+
     def _release(self, seq: Sequence, expected_s: float | None = None) -> None:
         request = seq.request
+        restores.let_go(self.pool, seq)
         if request.session and seq.path and request.kept_s:
             expected_s = request.returns_s if expected_s is None else expected_s
             returns = Return(expected_s, request.kept_s)
@@ -445,7 +477,7 @@ class Scheduler:
             self.pool.release(seq.blocks[number])
             if number < len(seq.path):
                 self.pool.touch(seq.path[number])
-        seq.blocks, seq.path, seq.written = [], [], []
+        seq.blocks, seq.path, seq.ahead, seq.written = [], [], [], []
         seq.computed = seq.cursor = 0
 
 

@@ -9,6 +9,7 @@ that gets a new owner has no score.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TypedDict
 
 import numpy as np
@@ -56,6 +57,16 @@ class ScoreStore:
         route = self._route[slot].tobytes() if self._route.shape[1] else None
         return float(self._logprob[slot]), int(self._snapshot[slot]), route, int(self._router_tie[slot])
 
+    def write_read(
+        self, slots: Sequence[int], scores: Sequence[tuple[float, int, bytes | None, int]]
+    ) -> None:
+        """scores: as `read` returns them, at least one."""
+        logprobs, ordinals, routes, ties = zip(*scores, strict=True)
+        at = np.array(slots)
+        self._logprob[at], self._snapshot[at], self._router_tie[at] = logprobs, ordinals, ties
+        if routes[0] is not None:
+            self._route[at] = self.routes_of(b"".join(routes))
+
     def complete(self, block: int, first_offset: int, snapshot: int) -> bool:
         """Whether the block's tokens from that offset on were all scored under `snapshot`."""
         start = block * self._size
@@ -64,6 +75,22 @@ class ScoreStore:
     def forget(self, block: int) -> None:
         start = block * self._size
         self._snapshot[start : start + self._size] = NO_SNAPSHOT
+
+    def move(self, source: int, target: int) -> None:
+        """What is kept for a block is from now on kept for another, and nothing for the first."""
+        ours, theirs = (slice(at * self._size, (at + 1) * self._size) for at in (source, target))
+        for rows in (self._logprob, self._snapshot, self._router_tie, self._route):
+            rows[theirs] = rows[ours]
+        self._snapshot[ours] = NO_SNAPSHOT
+
+    def merge(self, source: int, target: int) -> None:
+        """As `move`, but what `target`, a block of equal content, has stays."""
+        first = target * self._size
+        lacks = np.flatnonzero(self._snapshot[first : first + self._size] == NO_SNAPSHOT)
+        ours, theirs = source * self._size + lacks, first + lacks
+        for rows in (self._logprob, self._snapshot, self._router_tie, self._route):
+            rows[theirs] = rows[ours]
+        self.forget(source)
 
     def copy(self, source: int, target: int, snapshot: int) -> None:
         """Copy the scores of `source` under `snapshot` to `target`, a block of equal content."""

@@ -107,6 +107,10 @@ class WeightStore:
     def of(self, epoch: int) -> Weights:
         return self._held[epoch]
 
+    def owner(self, epoch: int) -> str:
+        """The policy whose commit it is."""
+        return self._owner[epoch]
+
     def label(self, policy: str) -> str:
         return self.labels[self.policies[policy].epoch]
 

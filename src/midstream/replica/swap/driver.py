@@ -308,8 +308,7 @@ class SwapDriver:
             if not await source.blames_itself(path):
                 raise
             log.warning("%s is fetched once more, as files here are damaged: %s", _called(desired), error)
-            again = await self._fetch(desired) or await source.rebuild(desired)
-            await source.verify(again, desired)
+            await source.verify(await self._fetch(desired) or await source.rebuild(desired), desired)
 
     async def _wait_for_turn(self) -> None:
         if self._attempts.phase is AttemptPhase.HELD:
@@ -346,8 +345,9 @@ class SwapDriver:
             self._stop_reading()
             timing = await self._engine.commit(desired.snapshot)
             self.meanings.switched()
-            reset = self.machine.reset_of(desired)
-            self._namespaces.commit(reset, desired.max_cache_age)
+            self._namespaces.commit(reset := self.machine.reset_of(desired), desired.max_cache_age)
+            if reset == "all":
+                self._engine.abandon_kv()
             self._ties.switched(desired, reset)
             if self._engine.proves_staged:
                 self._open()

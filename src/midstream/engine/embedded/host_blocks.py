@@ -1,0 +1,115 @@
+"""What the second tier of the KV cache holds: the keys and values of blocks, in host memory or in a file.
+
+Owns: that memory, and copying blocks between it and the cache of the model.
+Always holds: a block is moved with everything that is kept for it: keys and values of all layers, commits, scores. A file has
+no name. So nobody else opens it, and it is gone with the process. Its bytes are reserved at the start.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tempfile
+import time
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from pathlib import Path
+
+import torch
+
+from midstream.core.config import EngineSettings, parse_size
+from midstream.core.errors import ConfigError
+from midstream.engine.embedded.blocks import BlockPool
+from midstream.engine.embedded.model_runner import ModelRunner
+from midstream.engine.embedded.offload import CopyPrice, Offload
+from midstream.engine.embedded.provenance import Provenance
+from midstream.engine.embedded.token_scores import ScoreStore
+
+SETTING = "embedded.kv_offload_memory"
+
+
+class HostBlocks:
+    """planes: of each tensor of the cache, a row of bytes for each block. memory: as many bytes as the blocks have."""
+
+    def __init__(self, planes: Sequence[torch.Tensor], memory: torch.Tensor, block_size: int) -> None:
+        self._planes = planes
+        # Where the bytes of each plane stand in a block here.
+        self._places = list(pairwise((0, *accumulate(plane.shape[1] for plane in planes))))
+        self._first = len(planes[0])
+        self._block_size = block_size
+        self._blocks = memory.view(-1, self._places[-1][1])
+        self.total = len(self._blocks)
+        self.price = CopyPrice()
+
+    @staticmethod
+    def opened(
+        runner: ModelRunner, blocks: int, settings: EngineSettings, folder: Path | None
+    ) -> HostBlocks | None:
+        """blocks: of the cache. None where the settings want no second tier. Raises ConfigError."""
+        if settings.kv_offload_memory is None:
+            return None
+        planes: list[torch.Tensor] = runner.cache.planes(blocks)
+        size = sum(plane.shape[1] for plane in planes)
+        total = parse_size(SETTING, settings.kv_offload_memory) // size
+        if not total:
+            raise ConfigError(
+                f"{SETTING} {settings.kv_offload_memory}: a block of the KV cache has {size} bytes"
+            )
+        memory = (
+            _file(total * size, folder) if settings.kv_offload_to == "disk" else mmap.mmap(-1, total * size)
+        )
+        return HostBlocks(planes, torch.frombuffer(memory, dtype=torch.uint8), settings.block_size)
+
+    def offload(self, scores: ScoreStore, provenance: Provenance) -> Offload:
+        """The books of this memory. scores, provenance: of all blocks, these included."""
+
+        def move(source: int, target: int) -> None:
+            scores.move(source, target)
+            provenance.move(source, target)
+            self.copy(source, target)
+
+        def merge(source: int, target: int) -> None:
+            scores.merge(source, target)
+
+        return Offload(self._first, self.total, move=move, merge=merge, price=self.price)
+
+    def copy(self, source: int, target: int) -> None:
+        """One of the two blocks is here, and the other in the cache of the model."""
+        began = time.perf_counter()
+        back = source >= self._first
+        here, there = (source, target) if back else (target, source)
+        row = self._blocks[here - self._first]
+        for plane, (first, last) in zip(self._planes, self._places, strict=True):
+            if back:
+                plane[there].copy_(row[first:last])
+            else:
+                row[first:last].copy_(plane[there])
+        if back:
+            self.price.copied(self._block_size, time.perf_counter() - began)
+
+
+def kv_books(
+    runner: ModelRunner, blocks: int, settings: EngineSettings, folder: Path | None
+) -> tuple[BlockPool, ScoreStore, Provenance]:
+    """The books of a cache of so many blocks, and of its second tier if the settings want one, as a file in `folder` or in
+    memory. Raises ConfigError."""
+    host, size = HostBlocks.opened(runner, blocks, settings, folder), settings.block_size
+    total = blocks + (0 if host is None else host.total)
+    scores = ScoreStore(total, size, runner.route_bytes)
+    provenance = Provenance(total, size, runner.weights)
+    offload = None if host is None else host.offload(scores, provenance)
+    return BlockPool(blocks, size, offload), scores, provenance
+
+
+def _file(size: int, folder: Path | None) -> mmap.mmap:
+    """Memory in a file. Raises ConfigError where there is no room for it."""
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            if hasattr(os, "posix_fallocate"):
+                # A page without room would end the process when it is written.
+                os.posix_fallocate(file.fileno(), 0, size)
+            else:
+                file.truncate(size)
+            return mmap.mmap(file.fileno(), size)
+    except OSError as error:
+        raise ConfigError(f"{SETTING}: {size} bytes in {folder}: {error.strerror}") from error

@@ -1,0 +1,70 @@
+"""What a sequence reuses from the second tier of the KV cache: found, pinned and copied back in pieces. Imports no torch.
+
+Always holds: a sequence reads a place only once it is in the pool. It goes on where the chain of what it has ends, so what goes
+from the second tier meanwhile ends what it restores.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Protocol
+
+from midstream.engine.embedded.blocks import BlockPool, Prefix
+
+
+class Restoring(Protocol):
+    """As scheduler.Sequence has them."""
+
+    blocks: list[int]
+    path: list[Prefix]
+    ahead: list[Prefix]
+
+
+def split(pool: BlockPool, chain: list[Prefix]) -> tuple[list[Prefix], list[Prefix]]:
+    """Of a chain, what can be read at once, and behind it what has to be copied back first, if that is worth it."""
+    offload = pool.offload
+    if offload is None:
+        return chain, []
+    first = next((at for at, prefix in enumerate(chain) if pool.offloaded(prefix)), len(chain))
+    worth = first < len(chain) and offload.price.worth()
+    return chain[:first], chain[first:] if worth else []
+
+
+def pin(pool: BlockPool, places: list[Prefix], *, pinned: bool = True) -> None:
+    """Keep what a sequence waits for in the second tier, or let go of it."""
+    if pool.offload is not None:
+        for prefix in filter(pool.offloaded, places):
+            (pool.offload.pin if pinned else pool.offload.unpin)(prefix.block)
+
+
+def restore(pool: BlockPool, seq: Restoring, budget: int) -> int:
+    """Copy back what the budget of prompt tokens pays for, and return how much of it that took. All is there once `ahead` is
+    empty."""
+    offload = pool.offload
+    assert offload is not None
+    cost, left = pool.block_size * offload.price.share, float(budget)
+    while seq.ahead and left > 0:
+        prefix, own = seq.ahead.pop(), seq.blocks[len(seq.path)]
+        if not prefix.kept:
+            # All behind it went with it.
+            seq.ahead.clear()
+            break
+        if pool.offloaded(prefix):
+            pool.restore(prefix, own)
+            left -= cost
+        else:
+            pool.retain(prefix.block)
+            seq.blocks[len(seq.path)] = prefix.block
+            pool.release(own)
+        seq.path.append(prefix)
+    return min(budget, math.ceil(budget - left))
+
+
+def let_go(pool: BlockPool, seq: Restoring) -> None:
+    """The sequence is about to release its blocks. Places that it has a copy of get that one."""
+    if pool.offload is None:
+        return
+    pin(pool, seq.ahead, pinned=False)
+    for prefix, block in zip(seq.path, seq.blocks, strict=False):
+        if pool.offloaded(prefix):
+            pool.adopt(prefix, block)
