@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -197,10 +197,45 @@ def numbers_wrong(recomputer: Recomputer, reading: Reading) -> list[str]:
     return [f"{reading.request.request_id}: token {at} of {labels[at]} is {float(off[at]):.2g} off"]
 
 
-async def run(seeds: range, until: float) -> int:
-    found: list[str] = []
-    tally: Counter[str] = Counter()
-    slowest, tokens = 0.0, 0
+@dataclass
+class Found:
+    """Of all rounds. slowest_s: from a strike to the end of a stream, at most."""
+
+    recomputer: Recomputer
+    wrong: list[str] = field(default_factory=list)
+    tally: Counter[str] = field(default_factory=Counter)
+    slowest_s: float = 0.0
+    tokens: int = 0
+
+    async def take(
+        self, seed: int, strike: Strike, readings: list[Reading], swapped: str, wrong: list[str]
+    ) -> None:
+        for reading in readings:
+            # Beside other rounds, whose times are measured.
+            wrong += await asyncio.to_thread(numbers_wrong, self.recomputer, reading)
+            self.tokens += len(reading.records)
+        ended = [reading for reading in readings if not reading.whole]
+        worst = max((reading.at - strike.at for reading in ended), default=0.0) if strike.at else 0.0
+        self.slowest_s = max(self.slowest_s, worst)
+        self.tally.update(("rounds", f"{strike.victim} {strike.how.name}", f"in {strike.phase}"))
+        self.tally["struck"] += bool(strike.at)
+        said = f"{len(ended)} of {STREAMS} streams ended, {worst:.1f} s after at most, {swapped}"
+        print(f"seed {seed}: {strike}: {said}{''.join(f'; WRONG: {w}' for w in wrong)}", flush=True)
+        self.wrong += [f"seed {seed}: {w}" for w in wrong]
+
+    def __str__(self) -> str:
+        numbers = f"{self.tokens} tokens computed again; at most {self.slowest_s:.1f} s"
+        return f"{dict(self.tally)}; {numbers}; {len(self.wrong)} wrong"
+
+
+async def one_after_another(
+    engine: VllmEngine, seeds: Iterator[int], until: float, directory: Path, found: Found
+) -> None:
+    while time.monotonic() < until and (seed := next(seeds, None)) is not None:
+        await found.take(seed, *await one_round(engine, seed, directory))
+
+
+async def run(seeds: range, until: float, beside: int) -> int:
     with tempfile.TemporaryDirectory() as folder:
         places = {}
         for number, name in enumerate(("base", "next")):
@@ -211,38 +246,24 @@ async def run(seeds: range, until: float) -> int:
             build_tokenizer().save_pretrained(places[name])
         flags = ["--enforce-eager", "--max-model-len", "2048", "--dtype", "float32"]
         settings = VllmSettings(python=str(PYTHON), args=flags, env={"VLLM_CPU_KVCACHE_SPACE": "1"})
-        engine, recomputer = VllmEngine(places["base"], settings, Path(folder) / "cache"), Recomputer(places)
-        for seed in seeds:
-            if time.monotonic() > until:
-                break
-            strike, readings, swapped, wrong = await one_round(engine, seed, places["next"])
-            for reading in readings:
-                wrong += numbers_wrong(recomputer, reading)
-                tokens += len(reading.records)
-            ended = [reading for reading in readings if not reading.whole]
-            worst = max((reading.at - strike.at for reading in ended), default=0.0) if strike.at else 0.0
-            slowest = max(slowest, worst)
-            tally["rounds"] += 1
-            tally[f"{strike.victim} {strike.how.name}"] += 1
-            tally[f"in {strike.phase}"] += 1
-            said = f"{len(ended)} of {STREAMS} streams ended, {worst:.1f} s after at most, {swapped}"
-            print(f"seed {seed}: {strike}: {said}{''.join(f'; WRONG: {w}' for w in wrong)}", flush=True)
-            found += [f"seed {seed}: {w}" for w in wrong]
-    print(
-        f"{dict(tally)}; {tokens} tokens computed again; at most {slowest:.1f} s; {len(found)} wrong",
-        flush=True,
-    )
-    return 1 if found else 0
+        found, coming = Found(Recomputer(places)), iter(seeds)
+        async with asyncio.TaskGroup() as group:
+            for number in range(beside):
+                engine = VllmEngine(places["base"], settings, Path(folder) / f"cache-{number}")
+                group.create_task(one_after_another(engine, coming, until, places["next"], found))
+    print(found, flush=True)
+    return 1 if found.wrong else 0
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", default="0:8", help="first:end")
     parser.add_argument("--minutes", type=float, default=1e6, help="no round begins after so long")
+    parser.add_argument("--beside", type=int, default=1, help="servers at a time")
     given = parser.parse_args()
     first, end = map(int, given.seeds.split(":"))
     torch.set_num_threads(1)
-    return asyncio.run(run(range(first, end), time.monotonic() + 60 * given.minutes))
+    return asyncio.run(run(range(first, end), time.monotonic() + 60 * given.minutes, given.beside))
 
 
 if __name__ == "__main__":
