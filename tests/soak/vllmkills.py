@@ -1,6 +1,8 @@
 """A real vLLM server whose processes are killed or stopped in drawn phases of a swap.
 
-`python tests/soak/vllmkills.py --seeds 0:20` runs so many rounds.
+`python tests/soak/vllmkills.py --seeds 0:20` runs so many rounds. Of three blocks of eight seeds, one for each phase, two have
+stops that end after some seconds. Such rounds follow each other on one server; a process that is killed, or stopped for good,
+costs a start.
 
 Owns: one engine, streams in it, a swap under them, and one strike a round. A replica and a gateway are not in it.
 Always holds: a round that is struck ends. Each stream has its end, or an error that says so, within LOUD_S of the strike, and
@@ -11,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import os
 import random
 import signal
@@ -18,7 +21,8 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Collection, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -46,8 +50,8 @@ VICTIMS = ("Worker", "EngineCore", "api_server")
 PHASES = ("stage", "look", "pause", "switch", "set_version", "resume", "check", "none")
 HOWS = (signal.SIGKILL, signal.SIGSTOP)
 STREAMS, TOKENS = 6, 400
-#: A strike comes so long after a call began, at most.
-LATE_S = 0.05
+#: A strike comes so long after a call began, at most. A stop that ends takes so long.
+LATE_S, STALL_S = 0.05, (0.05, 5.0)
 LOUD_S, LOADING_S = 10.0, 9.0
 TOLERANCE = 1e-4
 
@@ -78,19 +82,27 @@ class Reading:
 
 @dataclass
 class Strike:
-    """at: when it came; 0.0: it did not."""
+    """stall_s: after which the process goes on; 0.0: never. at: when it came; 0.0: it did not."""
 
     victim: str
     how: signal.Signals
     phase: str
     late_s: float
     pid: int
+    stall_s: float = 0.0
     at: float = 0.0
 
     def come(self) -> None:
         if not self.at:
             self.at = time.monotonic()
             os.kill(self.pid, self.how)
+            if self.stall_s:
+                asyncio.get_running_loop().call_later(self.stall_s, self.end)
+
+    def end(self) -> None:
+        # The watch may have ended it, as one that hangs.
+        with suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGCONT)
 
     def around(self, call: Callable[..., Awaitable[Any]], phase: str) -> Callable[..., Awaitable[Any]]:
         async def struck(*args: Any, **kwargs: Any) -> Any:
@@ -103,53 +115,87 @@ class Strike:
 
     def __str__(self) -> str:
         verb = "killed" if self.how is signal.SIGKILL else "stopped"
+        verb += f" for {self.stall_s:.1f} s" if self.stall_s else ""
         return f"{self.victim} {verb} {self.late_s * 1e3:.0f} ms into {self.phase}"
 
 
-def draw(seed: int, family: list[int]) -> Strike:
+def draw(seed: int, family: Collection[int]) -> Strike:
     rng = random.Random(seed)
     victim, phase = rng.choice(VICTIMS), PHASES[seed % len(PHASES)]
     pid = next(pid for pid in family if victim.encode() in cmdline(pid))
-    return Strike(victim, rng.choice(HOWS), phase, rng.uniform(0.0, LATE_S), pid)
+    how, late_s = rng.choice(HOWS), rng.uniform(0.0, LATE_S)
+    if (seed // len(PHASES)) % 3 == 2:
+        return Strike(victim, how, phase, late_s, pid)
+    return Strike(victim, signal.SIGSTOP, phase, late_s, pid, rng.uniform(*STALL_S))
 
 
-async def swap(engine: VllmEngine, strike: Strike, directory: Path) -> str:
-    try:
-        await engine.stage("next", directory)
-        await engine.commit("next")
-        if strike.phase == "check":
-            asyncio.get_running_loop().call_later(strike.late_s, strike.come)
-        check = GenerateRequest(
-            request_id="check",
-            prompt=tuple(random_prompt("check", 20)),
-            sampling=SamplingParams(max_tokens=0),
-            prompt_records=20,
-            urgent=True,
-        )
-        async for event in engine.generate(check):
-            assert event.error is None or strike.at, event.error
-        engine.settle("next", sound=True)
-    except (EngineDied, StagingFailed, StreamLost) as error:
-        return f"{type(error).__name__}"
-    finally:
-        # A phase that this swap had none of, or that was over at once.
-        asyncio.get_running_loop().call_later(0.3, strike.come)
-    return "swapped"
+class Beaten:
+    """An engine, with a server that is started when a round needs one.
+
+    places: the weights that it is switched between, the ones of its start first.
+    """
+
+    def __init__(self, engine: VllmEngine, places: dict[str, Path]) -> None:
+        self.engine = engine
+        self.starts = 0
+        self._places = places
+        self._upcoming = itertools.cycle([*places][1:])
+        # Of the server that runs, if one does: its processes, each with the time at which it was started.
+        self.born: dict[int, str] = {}
+        self._calls: dict[str, Callable[..., Awaitable[Any]]] = {}
+
+    async def start(self) -> list[str]:
+        if self.born:
+            return []
+        info = await self.engine.start()
+        self.starts += 1
+        pid = self.engine._server.pid
+        assert pid is not None
+        self.born = {pid: started_at(pid) for pid in (pid, *descendants(pid))}
+        control = self.engine._control
+        self._calls = {
+            name: getattr(control, name) for name in ("pause", "set_version", "resume", "ask_workers")
+        }
+        self._upcoming = itertools.cycle([*self._places][1:])
+        return [] if info.card.has("short_swap") else [f"no short_swap: {info.card.why}"]
+
+    def strikes_in(self, strike: Strike) -> None:
+        for name, call in self._calls.items():
+            setattr(self.engine._control, name, strike.around(call, name))
+
+    async def close(self) -> list[str]:
+        await self.engine.close()
+        left = [pid for pid, start in self.born.items() if start and started_at(pid) == start]
+        self.born = {}
+        return [f"processes were left: {[cmdline(pid) for pid in left]}"] if left else []
+
+    async def swap(self, strike: Strike) -> str:
+        engine, name = self.engine, next(self._upcoming)
+        try:
+            await engine.stage(name, self._places[name])
+            await engine.commit(name)
+            if strike.phase == "check":
+                asyncio.get_running_loop().call_later(strike.late_s, strike.come)
+            check = GenerateRequest(
+                request_id="check",
+                prompt=tuple(random_prompt("check", 20)),
+                sampling=SamplingParams(max_tokens=0),
+                prompt_records=20,
+                urgent=True,
+            )
+            async for event in engine.generate(check):
+                assert event.error is None or strike.at, event.error
+            engine.settle(name, sound=True)
+        except (EngineDied, StagingFailed, StreamLost) as error:
+            return f"{type(error).__name__}"
+        finally:
+            # A phase that this swap had none of, or that was over at once.
+            asyncio.get_running_loop().call_later(0.3, strike.come)
+        return "swapped"
 
 
-async def one_round(
-    engine: VllmEngine, seed: int, directory: Path
-) -> tuple[Strike, list[Reading], str, list[str]]:
-    info = await engine.start()
-    wrong = [] if info.card.has("short_swap") else [f"no short_swap: {info.card.why}"]
-    assert engine._server.pid is not None
-    family = [engine._server.pid, *descendants(engine._server.pid)]
-    born = {pid: started_at(pid) for pid in family}
-    strike = draw(seed, family)
-    control = engine._control
-    for name in ("pause", "set_version", "resume", "ask_workers"):
-        setattr(control, name, strike.around(getattr(control, name), name))
-    readings = [
+def streams_of(seed: int) -> list[Reading]:
+    return [
         Reading(
             GenerateRequest(
                 request_id=f"{seed} {i}",
@@ -160,10 +206,17 @@ async def one_round(
         )
         for i in range(STREAMS)
     ]
-    tasks = [asyncio.create_task(reading.run(engine)) for reading in readings]
+
+
+async def one_round(beaten: Beaten, seed: int) -> tuple[Strike, list[Reading], str, list[str]]:
+    wrong = await beaten.start()
+    strike = draw(seed, beaten.born)
+    beaten.strikes_in(strike)
+    readings = streams_of(seed)
+    tasks = [asyncio.create_task(reading.run(beaten.engine)) for reading in readings]
     for reading in readings:
         await reading.begun.wait()
-    swapped = await swap(engine, strike, directory)
+    swapped = await beaten.swap(strike)
     _, late = await asyncio.wait(tasks, timeout=120.0)
     for task in late:
         task.cancel()
@@ -176,9 +229,9 @@ async def one_round(
             )
         if not reading.whole and reading.end in ("", "length", "stop"):
             wrong.append(f"{reading.request.request_id} ended short: {reading.end!r}, {len(reading.records)}")
-    await engine.close()
-    left = [pid for pid, start in born.items() if start and started_at(pid) == start]
-    wrong += [f"processes were left: {[cmdline(pid) for pid in left]}"] if left else []
+    lives = strike.stall_s and swapped == "swapped" and all(reading.whole for reading in readings)
+    if not lives:
+        wrong += await beaten.close()
     return strike, readings, swapped, wrong
 
 
@@ -217,7 +270,8 @@ class Found:
         ended = [reading for reading in readings if not reading.whole]
         worst = max((reading.at - strike.at for reading in ended), default=0.0) if strike.at else 0.0
         self.slowest_s = max(self.slowest_s, worst)
-        self.tally.update(("rounds", f"{strike.victim} {strike.how.name}", f"in {strike.phase}"))
+        how = "stalled" if strike.stall_s else strike.how.name
+        self.tally.update(("rounds", f"{strike.victim} {how}", f"in {strike.phase}"))
         self.tally["struck"] += bool(strike.at)
         said = f"{len(ended)} of {STREAMS} streams ended, {worst:.1f} s after at most, {swapped}"
         print(f"seed {seed}: {strike}: {said}{''.join(f'; WRONG: {w}' for w in wrong)}", flush=True)
@@ -228,11 +282,13 @@ class Found:
         return f"{dict(self.tally)}; {numbers}; {len(self.wrong)} wrong"
 
 
-async def one_after_another(
-    engine: VllmEngine, seeds: Iterator[int], until: float, directory: Path, found: Found
-) -> None:
-    while time.monotonic() < until and (seed := next(seeds, None)) is not None:
-        await found.take(seed, *await one_round(engine, seed, directory))
+async def one_after_another(beaten: Beaten, seeds: Iterator[int], until: float, found: Found) -> None:
+    try:
+        while time.monotonic() < until and (seed := next(seeds, None)) is not None:
+            await found.take(seed, *await one_round(beaten, seed))
+    finally:
+        found.wrong += await beaten.close()
+        found.tally["starts"] += beaten.starts
 
 
 async def run(seeds: range, until: float, beside: int) -> int:
@@ -246,11 +302,12 @@ async def run(seeds: range, until: float, beside: int) -> int:
             build_tokenizer().save_pretrained(places[name])
         flags = ["--enforce-eager", "--max-model-len", "2048", "--dtype", "float32"]
         settings = VllmSettings(python=str(PYTHON), args=flags, env={"VLLM_CPU_KVCACHE_SPACE": "1"})
+        places["back"] = places["base"]
         found, coming = Found(Recomputer(places)), iter(seeds)
         async with asyncio.TaskGroup() as group:
             for number in range(beside):
                 engine = VllmEngine(places["base"], settings, Path(folder) / f"cache-{number}")
-                group.create_task(one_after_another(engine, coming, until, places["next"], found))
+                group.create_task(one_after_another(Beaten(engine, places), coming, until, found))
     print(found, flush=True)
     return 1 if found.wrong else 0
 
