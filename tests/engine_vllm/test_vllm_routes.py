@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from midstream.engine.servers.model import Shape
-from midstream.engine.vllm.routes import InvalidRoutes, decode_routes
+from midstream.engine.servers.routes import InvalidRoutes
+from midstream.engine.vllm.routes import decode_routes
 
 SAMPLES: list[dict[str, Any]] = json.loads((Path(__file__).parent / "data" / "routes.json").read_text())
 SHAPE = Shape(moe_layers=(1, 2), hidden_layers=3, top_k=2, num_experts=8, vocab_size=9, eos_token_ids=())

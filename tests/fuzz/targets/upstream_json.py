@@ -18,9 +18,10 @@ import numpy as np
 from midstream.engine.embedded.protocol import reply_decoder
 from midstream.engine.servers.chunks import EventReader, InvalidAnswer
 from midstream.engine.servers.model import Shape
+from midstream.engine.servers.routes import InvalidRoutes
 from midstream.engine.sglang import protocol as sglang
 from midstream.engine.vllm.protocol import ChunkReader, error_of, prompt_records, read_answer
-from midstream.engine.vllm.routes import InvalidRoutes, decode_routes
+from midstream.engine.vllm.routes import decode_routes
 from midstream.http.ipc import Frames, frame
 from midstream_tinker.samples import CheckedSample, sampled
 from midstream_tinker.trainer.protocol import reply_decoder as trainer_decoder

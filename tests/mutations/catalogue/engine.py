@@ -485,7 +485,7 @@ ENGINE = (
     ),
     Mutation(
         "vllm_route_of_the_wrong_layers",
-        "engine/vllm/routes.py",
+        "engine/servers/routes.py",
         "chosen = array[:, list(moe_layers), :]",
         "chosen = array[:, : len(moe_layers), :]",
         "A route names the experts of the layers that have experts, in their order.",

@@ -13,9 +13,10 @@ from midstream.engine.servers.chunks import InvalidAnswer, alternatives
 from midstream.engine.servers.labels import ChoiceLabels
 from midstream.engine.servers.model import Shape
 from midstream.engine.servers.requests import ChoiceStream, sampling_logprob
+from midstream.engine.servers.routes import InvalidRoutes
 from midstream.engine.vllm import protocol
 from midstream.engine.vllm.masks import fixed_mask
-from midstream.engine.vllm.routes import InvalidRoutes, decode_routes
+from midstream.engine.vllm.routes import decode_routes
 
 
 class VllmChoice(ChoiceStream):

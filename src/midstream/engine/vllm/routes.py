@@ -27,13 +27,13 @@ import base64
 import binascii
 import io
 import math
-from itertools import combinations
 from tokenize import TokenError
 
 import numpy as np
 import numpy.lib.format as npy
 
 from midstream.engine.servers.model import Shape
+from midstream.engine.servers.routes import InvalidRoutes, routes_of
 
 #: The types that vLLM uses, as `numpy.dtype.str` writes them.
 DTYPES = ("|u1", "<u2", ">u2", "<i4", ">i4")
@@ -43,10 +43,6 @@ HEADER_MAX = 1024
 UNREADABLE = (ValueError, TypeError, SyntaxError, TokenError, RecursionError, MemoryError, Warning)
 
 
-class InvalidRoutes(Exception):
-    """vLLM's routes do not fit this model. The message says how."""
-
-
 def decode_routes(data: str, shape: Shape, *, first: int, count: int) -> list[bytes]:
     """The routes of the tokens at positions first + 1 .. first + count, each of the pass over the token before.
 
@@ -54,48 +50,7 @@ def decode_routes(data: str, shape: Shape, *, first: int, count: int) -> list[by
     with experts is taken as well. Raises InvalidRoutes.
     Returns `count` routes: C-order [moe_layers, top_k] bytes, uint8, or little-endian uint16 above 256 experts.
     """
-    moe_layers, num_experts = shape.moe_layers, shape.num_experts
-    array = _array(data)
-    rows, layers, width = array.shape
-    if rows != count:
-        raise InvalidRoutes(
-            f"routes of {rows} passes from position {first} on, expected {count}: one for each token but the last"
-        )
-    if width != shape.top_k:
-        raise InvalidRoutes(f"{width} experts per token and layer, expected {shape.top_k}")
-    if layers == shape.hidden_layers:
-        chosen = array[:, list(moe_layers), :]
-    elif layers == len(moe_layers):
-        chosen = array
-    else:
-        raise InvalidRoutes(
-            f"routes of {layers} layers, expected {shape.hidden_layers} ({len(moe_layers)} with experts)"
-        )
-    _check_experts(chosen, first, moe_layers, num_experts)
-    packed = np.ascontiguousarray(chosen, dtype=np.uint8 if num_experts <= 256 else np.dtype("<u2"))
-    flat, size = packed.tobytes(), packed.itemsize * len(moe_layers) * shape.top_k
-    return [flat[i * size : (i + 1) * size] for i in range(count)]
-
-
-def _check_experts(chosen: np.ndarray, first: int, moe_layers: tuple[int, ...], num_experts: int) -> None:
-    """chosen: [rows, moe_layers, top_k]."""
-    if chosen.size and (chosen.min() < 0 or chosen.max() >= num_experts):
-        row, layer, place = np.argwhere((chosen < 0) | (chosen >= num_experts))[0]
-        raise InvalidRoutes(
-            f"expert {chosen[row, layer, place]} in layer {moe_layers[layer]} of the pass at position {first + row}; "
-            f"the layer has {num_experts}"
-        )
-    # Comparing columns is 20 times as fast as sorting each row. Other streams wait for this event loop.
-    columns = np.ascontiguousarray(np.moveaxis(chosen, -1, 0))
-    twice = np.zeros(chosen.shape[:-1], dtype=bool)
-    for one, other in combinations(columns, 2):
-        twice |= one == other
-    if twice.any():
-        row, layer = np.argwhere(twice)[0]
-        raise InvalidRoutes(
-            f"experts {chosen[row, layer].tolist()} in layer {moe_layers[layer]} of the pass at position {first + row}: "
-            "the same one twice, so this layer's choice was not recorded"
-        )
+    return routes_of(_array(data), shape, first=first, count=count)
 
 
 def _array(data: str) -> np.ndarray:

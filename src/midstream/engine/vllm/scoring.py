@@ -8,9 +8,10 @@ from midstream.core.types import GenerateRequest
 from midstream.engine.servers.chunks import InvalidAnswer, alternatives
 from midstream.engine.servers.labels import Epochs
 from midstream.engine.servers.model import Shape
+from midstream.engine.servers.routes import InvalidRoutes
 from midstream.engine.servers.scoring import PromptScorer, Scores
 from midstream.engine.vllm import protocol
-from midstream.engine.vllm.routes import InvalidRoutes, decode_routes
+from midstream.engine.vllm.routes import decode_routes
 
 
 class Scorer(PromptScorer):
