@@ -11,10 +11,12 @@ A test plants faults by the attributes of FakeSglang.
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import hashlib
 import json
 import os
+import re
 import sys
 import threading
 import time
@@ -54,7 +56,10 @@ INFO: dict[str, Any] = {
     "disable_radix_cache": False,
     "enable_priority_scheduling": True,
     "schedule_low_priority_values_first": True,
+    "enable_return_routed_experts": False,
 }
+#: Of a model with experts (write_model): which of its layers have them, how many, and how many a token takes.
+LAYERS, SPARSE, EXPERTS, TAKEN = 3, (1, 2), 12, 2
 
 
 async def until(condition: Callable[[], object], timeout_s: float = 120.0) -> None:
@@ -71,9 +76,17 @@ def weights_of(directory: Path) -> bytes:
     return digest.digest()
 
 
-def write_model(directory: Path, weights: str = "base") -> Path:
+def write_model(directory: Path, weights: str = "base", *, experts: bool = False) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
-    config = {"model_type": "llama", "vocab_size": VOCAB, "num_hidden_layers": 2, "eos_token_id": EOS}
+    config: dict[str, Any] = {
+        "model_type": "llama",
+        "vocab_size": VOCAB,
+        "num_hidden_layers": 2,
+        "eos_token_id": EOS,
+    }
+    if experts:
+        config |= {"model_type": "qwen3_moe", "num_hidden_layers": LAYERS, "num_experts": EXPERTS}
+        config |= {"num_experts_per_tok": TAKEN, "mlp_only_layers": [0], "decoder_sparse_step": 1}
     (directory / "config.json").write_text(json.dumps(config))
     (directory / "model.safetensors").write_text(weights)
     return directory
@@ -85,6 +98,15 @@ def next_kv(weights: bytes, token: int, before: bytes) -> bytes:
 
 def logits_of(kv: bytes, vocab: int) -> np.ndarray:
     return np.random.default_rng(int.from_bytes(kv, "little")).normal(size=vocab) * 2
+
+
+def experts_of(kv: bytes) -> np.ndarray:
+    """[layers, experts] of the pass that made it; zeros where a layer has none."""
+    chosen = np.zeros((LAYERS, TAKEN), dtype=np.int32)
+    drawn = np.random.default_rng(int.from_bytes(kv, "little") + 1)
+    for layer in SPARSE:
+        chosen[layer] = drawn.permutation(EXPERTS)[:TAKEN]
+    return chosen
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:
@@ -100,6 +122,14 @@ def logprobs_of(prompt: Sequence[int], made: Sequence[tuple[int, bytes]], vocab:
         found.append(float(log_softmax(logits_of(kv, vocab))[token]))
         ahead = [token]
     return found
+
+
+def allowed_by(grammar: str, made: Sequence[int]) -> list[int]:
+    """Of a grammar of token ids in a row, each one or several, as midstream proves grammars with. Behind it comes the end."""
+    places = [
+        [int(i) for i in re.findall(r"\d+", place)] for place in re.findall(r"\([^)]*\)|<[^>]*>", grammar)
+    ]
+    return places[len(made)] if len(made) < len(places) else [EOS]
 
 
 class FakeSglang:
@@ -121,6 +151,10 @@ class FakeSglang:
         self.deaf_to_key = self.keeps_over_flush = self.mislabels = self.silent_of_version = False
         self.tempered = self.shuffles = self.spoils_loads = self.not_finite = False
         self.drops_token: int | None = None
+        #: As without midstream's plug-in: numbers of what bias, penalties and grammar leave, and no grammars.
+        self.shapes_numbers = self.refuses_grammars = False
+        self.ignores_bias = self.counts_nothing = self.counts_prompts = self.forgets_grammars = False
+        self.shifts_routes = self.loses_cached_routes = self.blanks_routes = self.sends_no_routes = False
         self.refuses_loads = 0
         self.paths = dict.fromkeys(ROUTES)
         self._computing = asyncio.Event()
@@ -259,6 +293,10 @@ class FakeSglang:
         if len(given["input_ids"]) >= PROMPT_MAX:
             await self._answer(writer, 400, {"error": {"message": "Input length exceeds the maximum"}})
             return
+        if self.refuses_grammars and given["sampling_params"].get("ebnf"):
+            text = "Grammar-based generation is not supported when the server is launched with --grammar-backend none"
+            await self._answer(writer, 400, {"error": {"message": text}})
+            return
         await self._computing.wait()
         asked, name = given["sampling_params"], given["rid"]
         made = self.running[name] = []
@@ -328,17 +366,46 @@ class _Computed:
                 raw = log_softmax(logits_of(self.kvs[-1], fake.vocab))
                 self.inputs.append([float(raw[self.prompt[at + 1]]), self.prompt[at + 1], None])
                 self.input_top.append(self._best(raw))
-        logits = logits_of(self.kvs[-1], fake.vocab)
+        raw = logits_of(self.kvs[-1], fake.vocab)
+        logits = self._shaped(raw, asked)
         temperature = asked["temperature"]
         if temperature == 0:
             token = int(logits.argmax())
         else:
             token = int((logits / temperature + self._random.gumbel(size=fake.vocab)).argmax())
-        told = log_softmax(logits / temperature) if fake.tempered and temperature else log_softmax(logits)
+        told = log_softmax(logits if fake.shapes_numbers else raw)
+        if fake.tempered and temperature:
+            told = log_softmax(raw / temperature)
         self.made.append(token)
         self.logprobs.append([None if fake.not_finite else float(told[token]), token, None])
         self.top.append(self._best(told))
         self.versions.append(fake.version)
+
+    def _shaped(self, raw: np.ndarray, asked: dict[str, Any]) -> np.ndarray:
+        """In SGLang's order: penalties, grammar, bias."""
+        fake, logits = self.fake, raw.copy()
+        counted = [] if fake.counts_nothing else [*self.made, *(self.prompt if fake.counts_prompts else ())]
+        for token in counted:
+            logits[token] -= asked["frequency_penalty"]
+        logits[list(set(counted))] -= asked["presence_penalty"]
+        if (grammar := asked.get("ebnf")) and not fake.forgets_grammars:
+            held = np.full(len(logits), -1e30)
+            allowed = allowed_by(grammar, self.made)
+            held[allowed] = logits[allowed]
+            logits = held
+        for token, bias in (asked.get("logit_bias") or {}).items():
+            logits[int(token)] += 0 if fake.ignores_bias else bias
+        return logits
+
+    def routes(self, start: int) -> str:
+        rows = [experts_of(kv) for kv in self.kvs[start : len(self.prompt) + len(self.made) - 1]]
+        if self.fake.shifts_routes and len(self.made) > 1:
+            rows = [rows[-1], *rows[:-1]]
+        for at in range(max(self.cached - start, 0) if self.fake.loses_cached_routes else 0):
+            rows[at] = np.arange(LAYERS * TAKEN, dtype=np.int32).reshape(LAYERS, TAKEN)
+        if self.fake.blanks_routes:
+            rows = [np.zeros_like(row) for row in rows]
+        return base64.b64encode(np.array(rows, dtype=np.int32).tobytes()).decode()
 
     def _best(self, raw: np.ndarray) -> list[list[Any]]:
         return [[float(raw[i]), int(i), None] for i in np.argsort(-raw)[: self.given["top_logprobs_num"]]]
@@ -377,6 +444,8 @@ class _Computed:
         if self.given["top_logprobs_num"]:
             meta["output_top_logprobs"] = self.top[first:]
             meta["input_top_logprobs"] = self.input_top if self.scores else []
+        if self.finish and self.given.get("return_routed_experts") and not self.fake.sends_no_routes:
+            meta["routed_experts"] = self.routes(self.given["routed_experts_start_len"])
         if self.finish:
             meta["weight_versions"] = self._spans()
             meta["weight_version"] = self.versions[-1] if self.versions else self.fake.version

@@ -39,7 +39,7 @@ ENGINES: dict[str, tuple[EngineCard, EngineCard]] = {
             no_session_kv="",
         ),
     ),
-    "sglang": (sglang_card("0.5.23", by_priority=False), sglang_card("0.5.23", no_digest="")),
+    "sglang": (sglang_card("0.5.23", by_priority=False), sglang_card("0.5.23", no_digest="", unproved={})),
 }
 WHY_NOT = {"vllm": LACKS, "sglang": SGLANG_LACKS}
 

@@ -33,9 +33,9 @@ def in_a_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., N
 
 @asynccontextmanager
 async def attached(
-    folder: Path, set_up: Callable[[FakeSglang], None] = lambda fake: None
+    folder: Path, set_up: Callable[[FakeSglang], None] = lambda fake: None, *, experts: bool = False
 ) -> AsyncIterator[tuple[SglangEngine, FakeSglang]]:
-    model = write_model(folder / "model")
+    model = write_model(folder / "model", experts=experts)
     fake = FakeSglang(model)
     set_up(fake)
     await fake.start()
@@ -80,8 +80,8 @@ class Stream:
         return self.events[-1]
 
 
-async def switched(engine: SglangEngine, folder: Path, name: str) -> bytes:
-    directory = write_model(folder / name, name)
+async def switched(engine: SglangEngine, folder: Path, name: str, *, experts: bool = False) -> bytes:
+    directory = write_model(folder / name, name, experts=experts)
     await engine.stage(name, directory)
     await engine.commit(name)
     engine.settle(name, sound=True)
@@ -95,8 +95,8 @@ class TestStart:
             card = engine._info().card
             assert (card.kind, card.version) == ("sglang", "0.5.23")
             assert card.features == (
-                *("prompt_logprobs", "priorities", "cache_policies", "max_cache_age", "resume"),
-                *("weights_digest", "freeze", "full_snapshots"),
+                *("prompt_logprobs", "grammars", "constrained_logprobs", "logit_bias", "priorities"),
+                *("cache_policies", "max_cache_age", "resume", "weights_digest", "freeze", "full_snapshots"),
             )
             assert fake.cache == [], "what the proofs left is gone"
             assert engine._epochs.serving_version == fake.version == "1:base"

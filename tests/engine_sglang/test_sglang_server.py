@@ -149,11 +149,20 @@ def test_errors_and_aborts_are_said() -> None:
 
 
 def test_a_body_gives_every_parameter_and_the_salt() -> None:
-    sampling = SamplingParams(max_tokens=9, temperature=0.5, top_k=3, top_p=0.9, stop_token_ids=(2,))
+    shape: dict[str, Any] = {"top_k": 3, "top_p": 0.9, "presence_penalty": 0.5, "logit_bias": {7: -1.5}}
+    sampling = SamplingParams(max_tokens=9, temperature=0.5, stop_token_ids=(2,), **shape)
     request = GenerateRequest(
-        request_id="r", prompt=(1, 2), sampling=sampling, priority=4, top_logprobs=2, emitted=((7,),)
+        request_id="r",
+        prompt=(1, 2),
+        sampling=sampling,
+        priority=4,
+        top_logprobs=2,
+        emitted=((7,),),
+        grammar="start: /a/",
     )
-    made = json.loads(protocol.body(request, 0, name="n", salt="s", stream=True, by_priority=True))
+    made = json.loads(
+        protocol.body(request, 0, name="n", salt="s", stream=True, routes_start=2, by_priority=True)
+    )
     assert made == {
         "rid": "n",
         "input_ids": [1, 2, 7],
@@ -164,15 +173,22 @@ def test_a_body_gives_every_parameter_and_the_salt() -> None:
             "top_p": 0.9,
             "top_k": 3,
             "min_p": 0.0,
+            "presence_penalty": 0.5,
+            "frequency_penalty": 0.0,
+            "repetition_penalty": 1.0,
             "stop_token_ids": [2],
             "ignore_eos": False,
             "skip_special_tokens": False,
+            "logit_bias": {"7": -1.5},
+            "ebnf": "start: /a/",
         },
         "return_logprob": True,
         "logprob_start_len": -1,
         "top_logprobs_num": 2,
         "stream": True,
         "extra_key": "s",
+        "return_routed_experts": True,
+        "routed_experts_start_len": 2,
         "priority": 4,
     }
 

@@ -6,6 +6,7 @@ docs/engines.md has the table.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,16 +20,12 @@ _IDS = "SGLang runs with --skip-tokenizer-init, without which tokens come by ano
 _ONE_SET = "an SGLang server holds one set of weights here"
 #: Missing features and the reasons, for docs/engines.md.
 LACKS = {
-    "routes": _UNREAD,
     "router_weights": "SGLang does not return them",
     "cached_prompt_logprobs": "it computes a prompt from its first token if its log-probabilities are asked for",
-    "grammars": _IDS,
     "sampling_logprobs": _UNREAD,
     "sampling_masks": _UNREAD,
     "near_ties": "SGLang does not return the logits that it draws from",
     "router_ties": "SGLang does not return what a router chose by",
-    "constrained_logprobs": _IDS,
-    "logit_bias": "SGLang's log-probabilities are those behind bias and penalties, and a repetition is counted otherwise",
     "token_limits": _IDS,
     "session_kv": "SGLang evicts what was unused for longest, and takes no word of when a session comes back",
     "kv_provenance": "SGLang does not say which weights computed cached KV",
@@ -43,13 +40,33 @@ LACKS = {
 }
 #: Why requests have no order.
 NO_ORDER = "SGLang runs without --enable-priority-scheduling --schedule-low-priority-values-first"
+#: Midstream's hooks in SGLang (plugin/midstream_sglang_plugin.py), for an attached server.
+PLUGIN_DIR = Path(__file__).parent / "plugin"
+PLUGIN = f"it needs midstream's plug-in: start SGLang with PYTHONPATH={PLUGIN_DIR}"
+NO_ROUTES = "SGLang runs without --enable-return-routed-experts"
+#: What a server has if it was seen to (features_proof.py), and why it does not otherwise.
+UNPROVED = {
+    "routes": NO_ROUTES,
+    "grammars": PLUGIN,
+    "constrained_logprobs": PLUGIN,
+    "logit_bias": PLUGIN,
+}
 #: Why there is no digest of the weights, unless the proof at the start says otherwise.
 UNREAD = "SGLang was not seen to give equal checksums of equal weights"
 
 
-def sglang_card(version: str, *, by_priority: bool = True, no_digest: str = UNREAD) -> EngineCard:
-    """by_priority: it goes by priority. no_digest: why it gives none of its weights; empty if it does."""
-    lacks = {"priorities": "" if by_priority else NO_ORDER, "weights_digest": no_digest}
+def sglang_card(
+    version: str,
+    *,
+    by_priority: bool = True,
+    no_digest: str = UNREAD,
+    unproved: Mapping[str, str] = UNPROVED,
+) -> EngineCard:
+    """by_priority: it goes by priority. no_digest: why it gives none of its weights; empty if it does.
+
+    unproved: of the features in UNPROVED, those that it was not seen to have, and why.
+    """
+    lacks = {"priorities": "" if by_priority else NO_ORDER, "weights_digest": no_digest, **unproved}
     why = {feature: reason for feature, reason in lacks.items() if reason}
     features = tuple(f for f in ENGINE_FEATURES if f not in LACKS and f not in why)
     return EngineCard(kind="sglang", version=version, features=features, why=LACKS | why)
@@ -86,6 +103,8 @@ OURS: dict[str, str | None] = {
     "schedule-low-priority-values-first": None,
     "disable-priority-preemption": None,
     "sampling-defaults": "openai",
+    # It takes the grammars that midstream makes.
+    "grammar-backend": "llguidance",
 }
 _LOOPBACK = "midstream calls the server at a port of its own on loopback, over plain HTTP"
 _GIVEN = "midstream gives it itself"
@@ -147,6 +166,8 @@ def environment(
 
     gpus: indices among the GPUs that this process sees. Raises ConfigError when it does not see so many.
     """
+    paths = (str(PLUGIN_DIR), given.get("PYTHONPATH", base.get("PYTHONPATH", "")))
+    given = {**given, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     env = {
         **base,
         # The log-probability of a token is the raw model's, whatever the temperature.

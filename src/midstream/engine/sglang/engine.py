@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -22,7 +23,7 @@ from midstream.engine.servers.labels import ChoiceLabels
 from midstream.engine.servers.requests import ServedWeights, ServerRequest
 from midstream.engine.servers.switching import StagedFiles, check_alone, switch
 from midstream.engine.sglang import protocol
-from midstream.engine.sglang.arguments import UNREAD, sglang_card
+from midstream.engine.sglang.arguments import UNPROVED, UNREAD, sglang_card
 from midstream.engine.sglang.choice import SglangChoice, SglangScorer
 from midstream.engine.sglang.control import SglangControl
 from midstream.engine.sglang.proofs import SglangProofs, new_name
@@ -42,6 +43,8 @@ class SglangEngine(ServedEngine[StagedFiles]):
     _server: SglangServer
     _control: SglangControl
     _no_digest = UNREAD
+    # Features that the server was not seen to have, and why.
+    _unproved: Mapping[str, str] = UNPROVED
     _files: StagedFiles | None = None
 
     def __init__(
@@ -76,8 +79,9 @@ class SglangEngine(ServedEngine[StagedFiles]):
             await control.reload(self._model_dir)
             await control.resume()
         await control.set_version(self._epochs.serving_version)
-        proofs = SglangProofs(self._server, control, self._epochs, self._shape.vocab_size, self._model_dir)
+        proofs = SglangProofs(self._server, control, self._epochs, self._shape, self._model_dir)
         self._no_digest = await proofs.run()
+        self._unproved = await proofs.unproved()
         # Nothing of the proofs is found again.
         await control.flush()
         size = self._server.page
@@ -85,7 +89,12 @@ class SglangEngine(ServedEngine[StagedFiles]):
 
     def _card(self) -> EngineCard:
         server = self._server
-        return sglang_card(server.version, by_priority=server.by_priority, no_digest=self._no_digest)
+        return sglang_card(
+            server.version,
+            by_priority=server.by_priority,
+            no_digest=self._no_digest,
+            unproved=self._unproved,
+        )
 
     def refuses(self, request: GenerateRequest) -> str | None:
         return protocol.problem(request, self._shape.eos_token_ids)
@@ -97,12 +106,20 @@ class SglangEngine(ServedEngine[StagedFiles]):
         salt, clean = self._salt(run)
         size = len(request.prompt) + len(request.emitted_of(index))
         labels = ChoiceLabels(self._epochs, size, clean=clean)
-        choice = SglangChoice(request, index, labels, self._epochs, run.put, name=new_name(), prompt=prompt)
+        choice = SglangChoice(
+            request, index, labels, self._epochs, self._shape, run.put, name=new_name(), prompt=prompt
+        )
         choice.salt = salt
         choice.on_abort = lambda: self._boot.in_background(self._abort(choice.name), "an abort")
         by_priority = self._server.by_priority
         data = protocol.body(
-            request, index, name=choice.name, salt=salt, stream=True, by_priority=by_priority
+            request,
+            index,
+            name=choice.name,
+            salt=salt,
+            stream=True,
+            routes_start=size - 1 if request.want_routes else None,
+            by_priority=by_priority,
         )
         await self._send(run, index, choice, data)
 
@@ -114,7 +131,7 @@ class SglangEngine(ServedEngine[StagedFiles]):
     def _scorer_of(self, weights: ServedWeights) -> SglangScorer:
         server = self._server
         return SglangScorer(
-            server.url, server.headers, weights.epochs, new_name, by_priority=server.by_priority
+            server.url, server.headers, weights.epochs, self._shape, new_name, by_priority=server.by_priority
         )
 
     async def stage(self, snapshot: str, directory: Path) -> None:

@@ -2,7 +2,8 @@
 
 Always holds: a server that fails one of these is not used. They are: its log-probabilities are the raw model's, of the tokens
 that they stand beside. KV is shared under one key, never under two, and is gone after a flush. Weights load in place. A stream
-that crosses a switch says of each token which weights sampled it, and loses none.
+that crosses a switch says of each token which weights sampled it, and loses none. What a server may lack and serve is proved
+behind that (features_proof.py).
 """
 
 from __future__ import annotations
@@ -20,12 +21,14 @@ from midstream.engine.servers.chunks import Chunk, InvalidAnswer
 from midstream.engine.servers.control import ServerRefused
 from midstream.engine.servers.engine import CONNECT_S_MAX
 from midstream.engine.servers.labels import ChoiceLabels, Epochs
+from midstream.engine.servers.model import Shape
 from midstream.engine.servers.process import FIRST_S_MAX
 from midstream.engine.servers.switching import TOLERANCE, NotExact, Unchanged, prove_reload, score, switch
 from midstream.engine.sglang import protocol
 from midstream.engine.sglang.arguments import UNREAD
 from midstream.engine.sglang.choice import SglangChoice, SglangScorer
 from midstream.engine.sglang.control import SglangControl
+from midstream.engine.sglang.features_proof import FeatureProofs
 from midstream.engine.sglang.server import SglangServer
 from midstream.http.call import open_stream
 
@@ -49,7 +52,7 @@ class SglangProofs:
     server: SglangServer
     control: SglangControl
     epochs: Epochs
-    vocab_size: int
+    shape: Shape
     model_dir: Path
 
     async def run(self) -> str:
@@ -59,6 +62,17 @@ class SglangProofs:
         no_digest = await self.reload()
         await self.labels()
         return no_digest
+
+    async def unproved(self) -> dict[str, str]:
+        """The features that a server may lack and serve, and why. Raises CallFailed."""
+
+        async def ask(
+            request: GenerateRequest, key: str | None = None, routes_start: int | None = None
+        ) -> Chunk:
+            return await self._ask(request, key or new_name(), routes_start=routes_start)
+
+        asked = self._asked(PROMPT, 1)
+        return await FeatureProofs(ask, self.shape, asked, self.server.returns_routes).unproved()
 
     async def numbers(self) -> None:
         greedy = self._asked(PROMPT, ANSWER, top_logprobs=2)
@@ -104,7 +118,7 @@ class SglangProofs:
 
     async def reload(self) -> str:
         """Why there is no digest."""
-        scores = partial(score, self._scorer(), self.vocab_size, self.server.max_model_len)
+        scores = partial(score, self._scorer(), self.shape.vocab_size, self.server.max_model_len)
         try:
             before = await self.control.checksum()
         except ServerRefused as error:
@@ -133,7 +147,7 @@ class SglangProofs:
         """Whether a stream crossed a switch. Raises NotExact when its labels are not right."""
         events: asyncio.Queue[GenerationEvent] = asyncio.Queue()
         labels = ChoiceLabels(self.epochs, len(request.prompt), clean=True)
-        choice = SglangChoice(request, 0, labels, self.epochs, events.put_nowait, name=new_name())
+        choice = SglangChoice(request, 0, labels, self.epochs, self.shape, events.put_nowait, name=new_name())
         server = self.server
         data = protocol.body(
             request, 0, name=choice.name, salt=new_name(), stream=True, by_priority=server.by_priority
@@ -172,17 +186,19 @@ class SglangProofs:
 
     def _scorer(self) -> SglangScorer:
         server = self.server
-        return SglangScorer(server.url, server.headers, self.epochs, new_name, by_priority=server.by_priority)
+        return SglangScorer(
+            server.url, server.headers, self.epochs, self.shape, new_name, by_priority=server.by_priority
+        )
 
     def _asked(
         self, prompt: int, count: int, *, top_logprobs: int = 0, temperature: float = 0.0
     ) -> GenerateRequest:
-        ids = spread_ids(prompt, self.vocab_size)
+        ids = spread_ids(prompt, self.shape.vocab_size)
         sampling = SamplingParams(max_tokens=count, temperature=temperature)
         return GenerateRequest(request_id="proof", prompt=ids, sampling=sampling, top_logprobs=top_logprobs)
 
-    async def _ask(self, request: GenerateRequest, key: str) -> Chunk:
-        data = protocol.body(request, 0, name=new_name(), salt=key, stream=False)
+    async def _ask(self, request: GenerateRequest, key: str, *, routes_start: int | None = None) -> Chunk:
+        data = protocol.body(request, 0, name=new_name(), salt=key, stream=False, routes_start=routes_start)
         answer = await self.server.ask(protocol.PATH, data, FIRST_S_MAX)
         try:
             chunk = protocol.read_answer(answer, request.top_logprobs)

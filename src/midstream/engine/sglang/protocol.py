@@ -58,6 +58,7 @@ class _Meta(msgspec.Struct, frozen=True):
     input_token_logprobs: tuple[_Scored, ...] = ()
     input_top_logprobs: tuple[tuple[_Scored, ...] | None, ...] = ()
     weight_versions: tuple[_Span, ...] | None = None
+    routed_experts: str | None = None
 
 
 class _Failure(msgspec.Struct, frozen=True):
@@ -132,6 +133,7 @@ def _chunk(message: _Message, top: int, before: int) -> Chunk:
         else tuple([Token(s[1], s[0] or 0.0, _best(b, top)) for s, b in zip(scores, best, strict=True)]),
         None if end is None else end.type,
         None if spans is None else tuple([(span.version, span.start, span.end) for span in spans]),
+        meta.routed_experts,
         cached=meta.cached_tokens,
         error=f"the model's log-probability of token {lost[0]} is not finite" if lost else None,
         not_finite=bool(lost),
@@ -176,11 +178,21 @@ def prompt_records(
 
 def problem(request: GenerateRequest, eos_token_ids: Collection[int]) -> str | None:
     """The reason why SGLang cannot serve this request, for the user; None if it can."""
-    stops = request.sampling.stop_token_ids
+    s, stops = request.sampling, request.sampling.stop_token_ids
     if stops and not set(eos_token_ids) <= set(stops):
         return "ignore_eos: SGLang ends at the model's own end tokens wherever it heeds stop_token_ids; leave one of them out"
-    if request.sampling.temperature >= GREEDY_BELOW and request.sampling.temperature < 1e-4:
+    if s.temperature >= GREEDY_BELOW and s.temperature < 1e-4:
         return "temperature: what lies between 0 and 0.0001 is too little for SGLang; use 0, or more"
+    if s.repetition_penalty != 1:
+        return "repetition_penalty: SGLang does not count the tokens of the prompt; use presence_penalty or frequency_penalty"
+    if request.grammar is not None and request.grammar.lstrip().startswith("{"):
+        return "SGLang takes a grammar in the Lark dialect only, not as JSON"
+    if any(request.emitted_of(choice) for choice in request.choices):
+        cannot = "SGLang cannot continue a stream"
+        if s.presence_penalty or s.frequency_penalty:
+            return f"{cannot} under presence_penalty or frequency_penalty: it would not count its tokens"
+        if request.grammar is not None:
+            return f"{cannot} that must match a grammar: it would begin the grammar again"
     return None
 
 
@@ -192,12 +204,13 @@ def body(
     salt: str,
     stream: bool,
     score: bool = False,
+    routes_start: int | None = None,
     by_priority: bool = False,
 ) -> bytes:
     """The request body for one choice. The request must have no `problem`.
 
     name: of the request at the server, by which it is aborted. salt: of the prefix cache. score: the prompt, too, and one token
-    behind it. by_priority: the server goes by priority.
+    behind it. routes_start: the first pass whose experts are asked for. by_priority: the server goes by priority.
     """
     emitted = request.emitted_of(choice)
     limit = 1 if score else request.sampling.max_tokens - len(emitted)
@@ -214,6 +227,8 @@ def body(
         "stream": stream,
         "extra_key": salt,
     }
+    if routes_start is not None:
+        fields |= {"return_routed_experts": True, "routed_experts_start_len": routes_start}
     if by_priority and (priority := URGENT if request.urgent else request.priority):
         fields["priority"] = priority
     return msgspec.json.encode(fields)
@@ -221,15 +236,24 @@ def body(
 
 def _sampling(request: GenerateRequest, limit: int) -> dict[str, Any]:
     s = request.sampling
-    return {
+    fields: dict[str, Any] = {
         "n": 1,
         "max_new_tokens": limit,
         "temperature": 0.0 if s.temperature < GREEDY_BELOW else s.temperature,
         "top_p": min(s.top_p, 1.0),
         "top_k": s.top_k if s.top_k > 0 else -1,
         "min_p": max(s.min_p, 0.0),
+        "presence_penalty": s.presence_penalty,
+        "frequency_penalty": s.frequency_penalty,
+        "repetition_penalty": s.repetition_penalty,
         "stop_token_ids": s.stop_token_ids,
         # It turns the request's own stop_token_ids off, too.
         "ignore_eos": not s.stop_token_ids,
         "skip_special_tokens": False,
     }
+    if s.logit_bias:
+        fields["logit_bias"] = s.logit_bias
+    if request.grammar is not None:
+        # With llguidance (arguments.py), SGLang's name for the Lark dialect.
+        fields["ebnf"] = request.grammar
+    return fields

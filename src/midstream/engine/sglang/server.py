@@ -50,6 +50,8 @@ class SglangServer(ServerProcess):
         self.SERVES = "/health" if url is None else self.LIVES
         # Requests find cached KV at all, in pieces of so many tokens.
         self.caches, self.page = True, 1
+        # It was started with --enable-return-routed-experts.
+        self.returns_routes = False
         # What decides how it holds weights.
         self.kind = ""
         # Tokens that its KV cache has room for.
@@ -80,5 +82,6 @@ class SglangServer(ServerProcess):
         self.on_cpu = info.get("device") == "cpu"
         self.caches = not info.get("disable_radix_cache")
         self.by_priority = by_priority(info)
+        self.returns_routes = bool(info.get("enable_return_routed_experts"))
         held = ("dtype", "quantization", "tp_size", "ep_size")
         self.kind = "-".join(["sglang", self.version, *(str(info.get(name)) for name in held)])
