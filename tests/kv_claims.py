@@ -74,17 +74,22 @@ class Stream:
 
 @dataclass
 class Verdict:
-    """Of all records of a storm. wrong: (snapshots of the KV, by how much a logprob is off) of each that is not borne out."""
+    """Of all records of a storm. wrong: (snapshots of the KV, by how much a logprob is off) of each that is not borne out.
+
+    worst: by how much one that is borne out is off, at most.
+    """
 
     checked: int = 0
     # Over KV of several snapshots.
     mixed: int = 0
     wrong: list[tuple[str, float]] = field(default_factory=list)
+    worst: float = 0.0
 
     def add(self, other: Verdict) -> None:
         self.checked += other.checked
         self.mixed += other.mixed
         self.wrong += other.wrong
+        self.worst = max(self.worst, other.worst)
 
     def __str__(self) -> str:
         worst = max((error for _, error in self.wrong), default=0.0)
@@ -108,7 +113,12 @@ def judge(streams: Sequence[Stream], recomputer: Recomputer, error: float) -> Ve
             ) -> bool:
                 return not any(off(passes, position, record) for position, record in records)
 
-            if recomputer.first_that(fits, ids[:inputs], kv, again=again) is None:
+            made = recomputer.first_that(fits, ids[:inputs], kv, again=again)
+            if made is not None:
+                verdict.worst = max(
+                    verdict.worst, *(_off(made, position, record) for position, record in records)
+                )
+            else:
                 made = recomputer.passes(ids[:inputs], kv, again)
                 errors = [off(made, position, record) for position, record in records]
                 verdict.wrong += [(">".join(dict.fromkeys(kv)), each) for each in errors if each]
@@ -117,9 +127,13 @@ def judge(streams: Sequence[Stream], recomputer: Recomputer, error: float) -> Ve
     return verdict
 
 
+def _off(passes: Passes, position: int, record: TokenRecord) -> float:
+    return abs(float(passes.logprobs[position, record.token_id]) - record.logprob)
+
+
 def _error(passes: Passes, position: int, record: TokenRecord, error: float, *, routed: bool) -> float:
     """By how much the record is off; 0.0: it is borne out. Infinite: another route."""
-    off = abs(passes.logprobs[position, record.token_id].item() - record.logprob)
+    off = _off(passes, position, record)
     if off > error:
         return off
     route = passes.routes[position]

@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -98,6 +99,16 @@ def tied(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {
         name: write_dense(folder / name, seed, tied=True) for seed, name in enumerate(("served", "other"))
     }
+
+
+@pytest.fixture
+def computed_again(request: pytest.FixtureRequest) -> Callable[..., None]:
+    """computed_again(family, tokens=..., worst=..., wrong=..., ...): what a test found, for the file of results."""
+
+    def note(family: str, **found: Any) -> None:
+        RUN.computed_again(request.path.stem, family, **found)
+
+    return note
 
 
 @pytest.fixture(scope="module")

@@ -7,17 +7,19 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from dense_models import write_dense
 from kv_claims import judge
 from msgspec.structs import replace
 from recompute import Recomputer
 from test_real_provenance import BESIDE, TOKENS_MIN, TOLERANCE, Storm
 from test_real_provenance import POLICIES as CACHES
 from test_vllm_sampling_numbers import Served, engine_of
+from test_vllm_sampling_numbers import snapshots as snapshots
+from tiers import variant
 from vllm_bed import BLOCK, load, needs_provenance
 
 from adapter_helpers import ATTENTION, MLP, adapted, write_adapter  # isort: skip
@@ -112,13 +114,19 @@ class PolicyStorm(Storm):
                 assert age <= bound, stream.request.request_id
 
 
+@pytest.mark.parametrize("family", ["qwen3", variant("llama")])
 def test_every_record_is_borne_out_over_the_kv_of_adapters_and_of_the_base(
-    vllm_python: Path, dense: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    family: str,
+    vllm_python: Path,
+    snapshots: Any,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    computed_again: Callable[..., None],
 ) -> None:
-    places = {"base": dense, "next": write_dense(tmp_path / "next", 1, tied=False)}
+    places = snapshots(family)
 
     async def main() -> tuple[PolicyStorm, int]:
-        async with engine_of(dense, tmp_path / "cache", *FLAGS) as served:
+        async with engine_of(places["base"], tmp_path / "cache", *FLAGS) as served:
             card = served.engine._info().card
             needs_provenance(card.why)
             assert card.has("policy_crossing"), card.why
@@ -143,10 +151,13 @@ def test_every_record_is_borne_out_over_the_kv_of_adapters_and_of_the_base(
     again = sum(len(stream.eras) > 1 for stream in streams)
     with capsys.disabled():
         print(
-            f"\npolicies: {verdict}; {verdict.mixed} over KV of several snapshots; {len(streams)} streams, {len(several)} with "
-            f"cached KV of several, {again} whose KV was computed again; {preempted} preemptions, "
+            f"\npolicies of {family}: {verdict}; {verdict.mixed} over KV of several snapshots; {len(streams)} streams, "
+            f"{len(several)} with cached KV of several, {again} whose KV was computed again; {preempted} preemptions, "
             f"{storm.crossed} choices crossed a swap of their adapter, {len(recomputer.snapshots)} labels"
         )
+    found = {"tokens": verdict.checked, "worst": verdict.worst, "wrong": len(verdict.wrong)}
+    found |= {"labels": len(recomputer.snapshots), "over_several_snapshots": verdict.mixed}
+    computed_again(family, **found, preemptions=preempted)
     assert not verdict.wrong, str(verdict)
     assert UNKNOWN not in {name for stream in streams for era in stream.eras for name in era.kv}
     storm.check_ages()

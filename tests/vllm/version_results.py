@@ -29,14 +29,32 @@ SHOWN = {
     "test_vllm_kills": "processes killed",
 }
 BEGIN, END = "<!-- begin: vLLM versions -->\n", "<!-- end: vLLM versions -->\n"
+#: The tests that compute each record again, and what they put it through.
+RECOMPUTED = {
+    "test_vllm_sampling_numbers": "filters, penalties, grammars, masks; a swap, resumes",
+    "test_vllm_provenance": "swaps of all cache policies, shared prompts, resumes",
+    "test_vllm_policy_provenance": "two adapters and the base, swapped in turn",
+}
+#: What else a run counts there.
+EXTRA = ("over_several_snapshots", "snapshots", "labels", "masks", "preemptions")
+BEGIN_NUMBERS, END_NUMBERS = "<!-- begin: numbers -->\n", "<!-- end: numbers -->\n"
 
 
 @dataclass
 class VersionRun:
-    """The outcomes of the tests of this run, by module, and the engine's card as a server reported it."""
+    """The outcomes of the tests of this run, by module, and the engine's card as a server reported it.
+
+    numbers: of RECOMPUTED, by module and family.
+    """
 
     outcomes: dict[str, dict[str, str]] = field(default_factory=dict)
     card: dict[str, Any] = field(default_factory=dict)
+    numbers: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict)
+
+    def computed_again(self, module: str, family: str, tokens: int, worst: float, **found: int) -> None:
+        """worst: the largest difference of a log-probability, in nats."""
+        row = {"commit": commit(), "tokens": tokens, "worst": float(f"{worst:.1e}"), **found}
+        self.numbers.setdefault(module, {})[family] = row
 
     def took(self, module: str, test: str, report: pytest.TestReport) -> None:
         outcome = str(report.outcome)
@@ -58,19 +76,23 @@ def write(version: str, run: VersionRun, replicas: int) -> None:
     card = run.card
     results = read()
     before = results.get(version, {})
-    commit = subprocess.run(
-        ["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
+    numbers = before.get("numbers", {})
     results[version] = {
-        "commit": commit.stdout.strip(),
+        "commit": commit(),
         "python": platform.python_version(),
         "replicas": min(replicas, before.get("replicas", replicas)),
         "lacks": card.get("lacks", before.get("lacks", [])),
         "why": card.get("why", before.get("why", {})),
         "tests": {**before.get("tests", {}), **run.outcomes},
+        "numbers": numbers | {name: numbers.get(name, {}) | rows for name, rows in run.numbers.items()},
     }
     ordered = dict(sorted(results.items(), key=lambda row: number(row[0]), reverse=True))
     FILE.write_text(json.dumps(ordered, indent=1) + "\n")
+
+
+def commit() -> str:
+    run = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
+    return run.stdout.strip()
 
 
 def number(version: str) -> tuple[int, ...]:
@@ -98,9 +120,27 @@ def table() -> str:
     return "\n".join(lines) + "\n"
 
 
+def numbers_table() -> str:
+    lines = [
+        "| vLLM | model | over | tokens | largest difference | wrong | commit |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for version, row in read().items():
+        for name, what in RECOMPUTED.items():
+            for family, found in row.get("numbers", {}).get(name, {}).items():
+                more = [f"{found[field]:,} {field.replace('_', ' ')}" for field in EXTRA if field in found]
+                cells = (f"{found['tokens']:,}", f"{found['worst']:.1e}", found["wrong"], found["commit"][:8])
+                lines.append(
+                    f"| {version} | {family} | {'; '.join([what, *more])} | {' | '.join(map(str, cells))} |"
+                )
+    return "\n".join(lines) + "\n" if len(lines) > 2 else "No run is recorded yet.\n"
+
+
 def written(document: str) -> str:
-    before, rest = document.split(BEGIN)
-    return before + BEGIN + table() + END + rest.split(END)[1]
+    for begin, end, what in ((BEGIN, END, table()), (BEGIN_NUMBERS, END_NUMBERS, numbers_table())):
+        before, rest = document.split(begin)
+        document = before + begin + what + end + rest.split(end)[1]
+    return document
 
 
 if __name__ == "__main__":
