@@ -129,7 +129,7 @@ def allowed_by(grammar: str, made: Sequence[int]) -> list[int]:
     places = [
         [int(i) for i in re.findall(r"\d+", place)] for place in re.findall(r"\([^)]*\)|<[^>]*>", grammar)
     ]
-    return places[len(made)] if len(made) < len(places) else [EOS]
+    return places[len(made)] if len(made) < len(places) else [EOS] if EOS not in made else [*range(VOCAB)]
 
 
 class FakeSglang:

@@ -129,10 +129,26 @@ def test_what_it_lacks_is_shown_and_refused_with_the_reason(stand: Stand) -> Non
     engine = model["midstream"]["engine"]
     assert (engine["kind"], engine["version"]) == ("sglang", "0.5.23")
     assert "full_snapshots" in engine["features"]
-    asked = {"model": stand.server.model, "prompt": "Hello", "max_tokens": 2}
-    for field, feature in (("logit_bias", "logit_bias"), ("min_tokens", "token_limits")):
-        value: Any = {"5": 1.0} if field == "logit_bias" else 1
+    asked = {"model": stand.server.model, "prompt": "Hello", "max_tokens": 2, "logprobs": True}
+    for field, value, feature in (
+        ("min_tokens", 1, "token_limits"),
+        ("return_sampling_mask", True, "sampling_masks"),
+    ):
         answer = httpx.post(f"{stand.server.url}/v1/completions", json=asked | {field: value})
         assert answer.status_code == 400
         assert f"(feature {feature})" in answer.text
         assert engine["why"][feature] in answer.json()["error"]["message"]
+    answer = httpx.post(f"{stand.server.url}/v1/completions", json=asked | {"repetition_penalty": 1.1})
+    assert answer.status_code == 400
+    assert "does not count the tokens of the prompt" in answer.text
+
+
+def test_a_bias_changes_the_draw_and_no_number(stand: Stand) -> None:
+    asked = {"model": stand.server.model, "prompt": "Hello", "max_tokens": 3, "logprobs": True}
+    answer = httpx.post(f"{stand.server.url}/v1/completions", json=asked | {"logit_bias": {"5": 100.0}})
+    assert answer.status_code == 200, answer.text
+    found = answer.json()["choices"][0]["logprobs"]["content"]
+    assert [token["token_id"] for token in found] == [5, 5, 5]
+    prompt = next(body["input_ids"] for path, body in reversed(stand.fake.calls) if path == "/generate")
+    expected = logprobs_of(prompt, [(5, stand.fake.weights)] * 3, stand.fake.vocab)
+    assert [token["logprob"] for token in found] == pytest.approx(expected, abs=1e-5)

@@ -144,10 +144,13 @@ class TestRequests:
                 assert token == scores.argmax()
             assert len(set(made)) > 3
 
+    @pytest.mark.parametrize("stops", [(EOS,), ()])
     @in_a_loop
-    async def test_an_answer_matches_its_grammar_and_has_raw_numbers(self, tmp_path: Path) -> None:
+    async def test_an_answer_matches_its_grammar_and_has_raw_numbers(
+        self, tmp_path: Path, stops: tuple[int, ...]
+    ) -> None:
         async with attached(tmp_path) as (engine, fake):
-            asked = asking(sampling={"stop_token_ids": (EOS,)}, grammar=GRAMMAR)
+            asked = asking(sampling={"stop_token_ids": stops}, grammar=GRAMMAR)
             stream = Stream(engine, asked)
             assert (await stream.end()).finish == "stop"
             made = [token.token_id for token in stream.tokens]

@@ -247,8 +247,9 @@ def _sampling(request: GenerateRequest, limit: int) -> dict[str, Any]:
         "frequency_penalty": s.frequency_penalty,
         "repetition_penalty": s.repetition_penalty,
         "stop_token_ids": s.stop_token_ids,
-        # It turns the request's own stop_token_ids off, too.
-        "ignore_eos": not s.stop_token_ids,
+        # It turns the request's own stop_token_ids off, too. A grammar ends with the model's end token: SGLang holds nothing to
+        # it behind that.
+        "ignore_eos": not s.stop_token_ids and request.grammar is None,
         "skip_special_tokens": False,
     }
     if s.logit_bias:
