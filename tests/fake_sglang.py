@@ -344,12 +344,16 @@ class _Computed:
         self.made: list[int] = []
         self.logprobs: list[list[Any]] = []
         self.top: list[list[list[Any]]] = []
-        self.inputs: list[list[Any]] = [[None, self.prompt[0], None]]
+        self.inputs: list[list[Any]] = [[None, self._named(0), None]]
         self.input_top: list[Any] = [None]
         self.versions: list[str] = []
         self.finish: dict[str, Any] | None = None
         self.sent = 0
         self._random = np.random.default_rng()
+
+    def _named(self, at: int) -> int:
+        # In scores of a prompt SGLang calls the last id of the vocabulary 0.
+        return self.prompt[at] if self.prompt[at] < self.fake.vocab - 1 else 0
 
     def keep(self) -> None:
         known = (*self.prompt, *self.made)
@@ -364,7 +368,7 @@ class _Computed:
             self.kvs.append(next_kv(fake.weights, tokens[at], self.kvs[-1] if self.kvs else b""))
             if self.scores and at + 1 < len(self.prompt):
                 raw = log_softmax(logits_of(self.kvs[-1], fake.vocab))
-                self.inputs.append([float(raw[self.prompt[at + 1]]), self.prompt[at + 1], None])
+                self.inputs.append([float(raw[self.prompt[at + 1]]), self._named(at + 1), None])
                 self.input_top.append(self._best(raw))
         raw = logits_of(self.kvs[-1], fake.vocab)
         logits = self._shaped(raw, asked)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_sglang import EOS, FakeSglang, fake_python, logprobs_of, until, weights_of, write_model
+from fake_sglang import EOS, VOCAB, FakeSglang, fake_python, logprobs_of, until, weights_of, write_model
 
 from midstream.core.server_settings import SglangSettings
 from midstream.core.types import BASE_SNAPSHOT, GenerateRequest, GenerationEvent, SamplingParams, TokenRecord
@@ -246,6 +246,18 @@ class TestRequests:
             expected = logprobs_of(PROMPT[:16], [(token, fake.weights) for token in PROMPT[16:]])
             assert [record.logprob for record in prompt] == pytest.approx(expected, abs=1e-9)
             assert [len(record.top_logprobs) for record in prompt] == [2] * 4
+
+    @in_a_loop
+    async def test_a_prompt_with_the_last_id_of_the_vocabulary_is_scored(self, tmp_path: Path) -> None:
+        async with attached(tmp_path) as (engine, fake):
+            prompt = (VOCAB - 1, 5, VOCAB - 1, 0)
+            sampling = SamplingParams(max_tokens=0)
+            request = GenerateRequest(request_id="r", prompt=prompt, sampling=sampling, prompt_records=4)
+            records = (await Stream(engine, request).end()).prompt
+            assert records is not None
+            assert [record.token_id for record in records] == [*prompt]
+            expected = logprobs_of(prompt[:1], [(token, fake.weights) for token in prompt[1:]])
+            assert [record.logprob for record in records[1:]] == pytest.approx(expected, abs=1e-9)
 
     @in_a_loop
     async def test_the_longest_prompt_is_served(self, tmp_path: Path) -> None:

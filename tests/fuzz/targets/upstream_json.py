@@ -63,7 +63,7 @@ def run_answer(data: bytes) -> None:
     records, _ = outcome(InvalidAnswer, lambda: prompt_records(body, PROMPT, 2, 2, "s"))
     check(records is None or [r.token_id for r in records] == [6, 7], "records of another prompt", records)
     outcome(InvalidAnswer, lambda: sglang.read_answer(body, top or 0))
-    records, _ = outcome(InvalidAnswer, lambda: sglang.prompt_records(body, PROMPT, 2, 2, "s"))
+    records, _ = outcome(InvalidAnswer, lambda: sglang.prompt_records(body, PROMPT, 2, 2, "s", 300))
     check(records is None or [r.token_id for r in records] == [6, 7], "records of another prompt", records)
     said = error_of(400, body)
     check(said.isprintable() and len(said) < 1100, "an error that is no line", said)

@@ -122,7 +122,12 @@ class SglangScorer(PromptScorer):
         if chunk.error is not None:
             return chunk.error
         records = protocol.prompt_records(
-            answer, request.prompt, request.prompt_records, request.top_logprobs, self._epochs.snapshot
+            answer,
+            request.prompt,
+            request.prompt_records,
+            request.top_logprobs,
+            self._epochs.snapshot,
+            self._shape.vocab_size,
         )
         if not request.want_routes:
             return records, chunk.spans

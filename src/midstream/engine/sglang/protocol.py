@@ -147,15 +147,17 @@ def _best(scored: Collection[_Scored] | None, top: int) -> tuple[TopLogprob, ...
 
 
 def prompt_records(
-    data: bytes, prompt: tuple[int, ...], last: int, top: int, snapshot: str
+    data: bytes, prompt: tuple[int, ...], last: int, top: int, snapshot: str, vocab_size: int
 ) -> tuple[TokenRecord, ...]:
     """Records of the last `last` prompt tokens (at most all), from the answer to a body that scores the prompt.
 
     No pass scores the first prompt token; its log-probability is 0.0. Raises InvalidAnswer.
     """
+    # SGLang 0.5.23 calls the last id of the vocabulary 0 there, beside that id's own number.
+    named = tuple([token if token < vocab_size - 1 else 0 for token in prompt])
     meta = _decode(data).meta_info
     scores = () if meta is None else meta.input_token_logprobs
-    if meta is None or tuple([score[1] for score in scores]) != prompt:
+    if meta is None or tuple([score[1] for score in scores]) != named:
         raise InvalidAnswer(
             f"log-probabilities of {len(scores)} other tokens than the {len(prompt)} of the prompt"
         )
@@ -164,7 +166,7 @@ def prompt_records(
         raise InvalidAnswer(f"alternatives for {len(best)} tokens of a prompt of {len(prompt)}")
     records = []
     for position in range(max(len(prompt) - last, 0), len(prompt)):
-        number, token, _ = scores[position]
+        number, token = scores[position][0], prompt[position]
         if position == 0:
             records.append(TokenRecord(token, 0.0, None, snapshot))
             continue
