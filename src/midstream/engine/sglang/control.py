@@ -44,8 +44,8 @@ class SglangControl(ServerControl):
         await self._post("/update_weight_version", body, CALL_S_MAX)
 
     async def flush(self) -> None:
-        """Forget all cached KV. SGLang refuses that while it has requests."""
-        await self._post("/flush_cache", None, STEP_S_MAX)
+        """Forget all cached KV. SGLang refuses that while it has requests, and has one for a moment behind its answer."""
+        await self._post(f"/flush_cache?timeout={CALL_S_MAX}", None, STEP_S_MAX)
 
     async def abort(self, name: str) -> None:
         """The request of this name ends between two steps, if it is there, and its KV is free."""
