@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import io
 import random
 import signal
+import sys
 from collections.abc import Callable, Collection, Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,6 +36,9 @@ STEP_S = 0.05
 BROADCAST_S = 0.03
 #: That a trainer sends.
 PIECE_BYTES = 16 * 1024
+#: Messages to a store, and the length of its clients' first one.
+SET, CHECK = b"\1", b"\5"
+HELLO_BYTES = 5
 CLOSED = "[gloo] Connection closed by peer"
 
 
@@ -124,6 +129,39 @@ class Group:
         changed.set()
 
 
+class StoreEnd(asyncio.Protocol):
+    """A connection to a store: what torch's answers to a replica (midstream/transfer/trainer_store.py). keys: of the store."""
+
+    def __init__(self, keys: set[bytes]) -> None:
+        self._keys = keys
+        self._read = b""
+        self._transport: Any = None
+
+    def connection_made(self, transport: Any) -> None:
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        self._read += data
+        # The end of what comes is a check of one key, and may come later.
+        left = io.BytesIO(self._read)
+        left.seek(HELLO_BYTES)
+        kind = left.read(1)
+        if kind == SET:
+            key, value = _sized(left), _sized(left)
+            kind = left.read(1)
+            if value:
+                self._keys.add(key)
+        if kind == CHECK and left.read(8) and (key := _sized(left)):
+            self._transport.write(bytes([key not in self._keys]))
+
+
+def _sized(left: io.BytesIO) -> bytes:
+    """Bytes behind their number; nothing unless all are there."""
+    size = int.from_bytes(left.read(8), sys.byteorder)
+    found = left.read(size)
+    return found if len(found) == size else b""
+
+
 class RendezvousStore:
     """What a trainer opens, and listens with. Its groups by prefix and size."""
 
@@ -162,9 +200,9 @@ class Receivers:
     def open_store(self) -> int:
         """The port of a new store, of the process that asks."""
         port = self.network.free_port()
-        address = ("127.0.0.1", port)
+        address, keys = ("127.0.0.1", port), set[bytes]()
         self.stores[port] = RendezvousStore(
-            self.network.listen(asyncio.Protocol, address, SimSocket(address))
+            self.network.listen(lambda: StoreEnd(keys), address, SimSocket(address))
         )
         return port
 
@@ -250,11 +288,7 @@ class ReceiverEnd(asyncio.Protocol):
         if self.hung:
             return
         for order in self._frames.feed(data):
-            if isinstance(order, m.LookForStore):
-                # Beside the others.
-                self._run(self._answer(order))
-            else:
-                self._orders.put_nowait(order)
+            self._orders.put_nowait(order)
 
     def connection_lost(self, error: Exception | None) -> None:
         self._receivers.end(self.process)

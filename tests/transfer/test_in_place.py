@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import pytest
 from replica_fakes import FakeSource
 from safetensors.numpy import load_file, save_file
 from test_replica_pins import in_a_loop
+from torch.distributed import TCPStore
 
 from midstream.core.errors import Conflict, InvalidRequest, ReplicaUnavailable
 from midstream.core.transfer import (
@@ -32,6 +33,7 @@ from midstream.core.transfer import (
 )
 from midstream.core.types import Content
 from midstream.engine.base import InPlaceWeights, Tee, TransferFailed, TransferRefused
+from midstream.replica import transfer
 from midstream.replica.transfer import Transfers
 from midstream.snapshots import content
 from midstream.snapshots.content import directory_content, part_digest
@@ -121,13 +123,14 @@ class Here:
         (base / CONFIG_FILE).write_text("{}")
         self.weights = FakeWeights()
         self.source = FakeSource()
+        self.sleep: Callable[[], Coroutine[Any, Any, Any]] = asyncio.Event().wait
         self.cache = SnapshotCache(path / "cache")
         spec = read_spec(base)
         self.transfers = Transfers(self.source, lambda: "b", self._sleep)
         self.transfers.receivers = lambda: InPlaceReceiver(self.weights, spec, base, self.cache)
 
     async def _sleep(self, seconds: float) -> None:
-        await asyncio.Event().wait()
+        await self.sleep()
 
     async def join(self, **fields: Any) -> None:
         init = InitInfo(backend="nccl", fields={"rank_offset": 3, **fields})
@@ -411,6 +414,30 @@ async def test_a_trainer_is_looked_for_where_it_said_it_is(tmp_path: Path) -> No
         await here.join(master_address="127.0.0.1", master_port=store.getsockname()[1])
         assert await here.transfers.answer(Alive(**OF)) == TrainerSeen(TrainerState.ALIVE)
     assert await here.transfers.answer(Alive(**OF)) == TrainerSeen(TrainerState.GONE)
+    await here.transfers.close()
+
+
+@in_a_loop
+async def test_what_is_silent_at_a_dead_trainers_port_does_not_keep_its_group(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transfer, "LOOK_WITHIN_S", 0.2)
+    here = Here(tmp_path)
+    looks: asyncio.Queue[None] = asyncio.Queue()
+    here.sleep = looks.get
+    store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    port = store.port
+    await here.join(master_address="127.0.0.1", master_port=port)
+    assert await here.transfers.answer(Alive(**OF)) == TrainerSeen(TrainerState.ALIVE)
+    del store
+    with socket.create_server(("127.0.0.1", port)):
+        for _ in range(transfer.UNANSWERED_LOOKS):
+            looks.put_nowait(None)
+        async with asyncio.timeout(60):
+            while "give up unfinished" not in here.weights.calls:  # noqa: ASYNC110 - nothing tells of it
+                await asyncio.sleep(0.002)
+    with pytest.raises(Conflict, match="group g ended here: its trainer does not answer"):
+        await here.transfers.answer(Alive(**OF))
     await here.transfers.close()
 
 

@@ -10,6 +10,7 @@ part ends with the engine's server.
 from __future__ import annotations
 
 import asyncio
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,9 @@ from midstream.snapshots.store.cache import SnapshotCache
 from midstream.snapshots.tasks import all_of, finished
 from midstream.transfer.files import UpdateFiles
 from midstream.transfer.layout import UpdateLayout
+from midstream.transfer.trainer_store import TrainerStore
+
+log = logging.getLogger(__name__)
 
 #: For the ranks to close their connections.
 LEAVE_S = 5.0
@@ -48,7 +52,7 @@ class InPlaceReceiver(Receiver[InitInfo, UpdateInfo]):
         self._held = False
         # The digests of the file's parts that the engine has digested, by where they begin.
         self._parts: dict[int, bytes] = {}
-        self._trainer: tuple[str, int] | None = None
+        self._trainer: TrainerStore | None = None
         self._ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._leaving: asyncio.Task[None] | None = None
 
@@ -58,16 +62,20 @@ class InPlaceReceiver(Receiver[InitInfo, UpdateInfo]):
     async def join(self, invitation: InitInfo, within_s: float) -> None:
         address, port = invitation.fields.get("master_address"), invitation.fields.get("master_port")
         if isinstance(address, str) and isinstance(port, int):
-            self._trainer = address, port
+            self._trainer = TrainerStore(address, port)
         if self._leaving is not None:
             raise ReplicaUnavailable("the group has ended")
         self._weights.on_end = self.end
+        now = asyncio.get_running_loop().time
+        until = now() + within_s
         try:
             await self._weights.join(invitation.fields, within_s)
         except TransferRefused as error:
             raise InvalidRequest(f"init_info: {error}", param="init_info") from error
         except TransferFailed as error:
             raise ReplicaUnavailable(str(error)) from error
+        if self._trainer is not None and not await self._trainer.mark(max(0.0, until - now())):
+            log.info("%r is no store of torch: what listens there is taken for the trainer", self._trainer)
 
     async def begin(self, within_s: float) -> None:
         try:
@@ -139,13 +147,7 @@ class InPlaceReceiver(Receiver[InitInfo, UpdateInfo]):
         if self._trainer is None:
             # It did not say where it is. Nothing would ever show more.
             return TrainerState.ALIVE
-        try:
-            async with asyncio.timeout(within_s):
-                _, writer = await asyncio.open_connection(*self._trainer)
-        except OSError:
-            return TrainerState.GONE
-        writer.close()
-        return TrainerState.ALIVE
+        return await self._trainer.look(within_s)
 
     def end(self, reason: str) -> None:
         if self._leaving is not None:

@@ -26,13 +26,12 @@ from midstream.snapshots.tasks import finished
 from midstream.transfer import protocol as m
 from midstream.transfer.files import UpdateFiles
 from midstream.transfer.layout import UpdateLayout
+from midstream.transfer.trainer_store import TrainerStore
 
 log = logging.getLogger(__name__)
 
 #: The time limits of torch are longer than the replica's by so much: the replica's decide.
 LONGER_S = 60.0
-#: So long torch tries again where something else than a store answers. Where nothing answers it waits without a limit.
-STORE_TRIES_S = 2.5
 
 
 class _ReceiverLink(ipc.Link[m.OrderDone]):
@@ -59,6 +58,7 @@ class GlooReceiver(Receiver[Rendezvous, SentTensors]):
         self._calls: dict[int, asyncio.Future[m.OrderDone]] = {}
         self._numbers = itertools.count(1)
         self._rendezvous: Rendezvous | None = None
+        self._trainer: TrainerStore | None = None
         self._layout: UpdateLayout | None = None
         # Why it ended; None: it has not.
         self._reason: str | None = None
@@ -74,6 +74,8 @@ class GlooReceiver(Receiver[Rendezvous, SentTensors]):
     async def join(self, rendezvous: Rendezvous, within_s: float) -> None:
         _check_rendezvous(rendezvous)
         self._rendezvous = rendezvous
+        now = asyncio.get_running_loop().time
+        until = now() + within_s
         process, link = await ipc.spawn("midstream.transfer.receiver", lambda: _ReceiverLink(self._calls))
         self._process, self._link = process, link
         self._watch = asyncio.create_task(self._watch_end(process, link), name="end of the receiver process")
@@ -93,6 +95,11 @@ class GlooReceiver(Receiver[Rendezvous, SentTensors]):
             within_s,
             f"form its group of {rendezvous.world_size}",
         )
+        trainer = TrainerStore(rendezvous.master_address, rendezvous.master_port)
+        if not await trainer.mark(max(0.0, until - now())):
+            self.end(f"the trainer's store does not answer ({trainer!r})")
+            raise ReplicaUnavailable(self._reason or "")
+        self._trainer = trainer
 
     async def begin(self, within_s: float) -> None:
         # Headers of large models are megabytes: in threads, here and in `finish`.
@@ -154,29 +161,10 @@ class GlooReceiver(Receiver[Rendezvous, SentTensors]):
             self._link.send(m.ForgetFile(next(self._numbers)))
 
     async def trainer_state(self, within_s: float) -> TrainerState:
-        if self._rendezvous is None:
+        if self._trainer is None:
             # It is about to join.
             return TrainerState.UNKNOWN
-        try:
-            async with asyncio.timeout(within_s):
-                _, writer = await asyncio.open_connection(
-                    self._rendezvous.master_address, self._rendezvous.master_port
-                )
-        except OSError:
-            return TrainerState.GONE
-        writer.close()
-        return await self._look_for_store(within_s)
-
-    async def _look_for_store(self, within_s: float) -> TrainerState:
-        """Whether what listens there is the group's store."""
-        if self._link is None or self._link.transport.is_closing():
-            return TrainerState.UNKNOWN
-        try:
-            async with asyncio.timeout(within_s):
-                answer = await self._answer(self._link, lambda call: m.LookForStore(call, STORE_TRIES_S))
-        except (TimeoutError, ReplicaUnavailable):
-            return TrainerState.UNKNOWN
-        return TrainerState.ALIVE if answer.error is None else TrainerState.GONE
+        return await self._trainer.look(within_s)
 
     def end(self, reason: str) -> None:
         if self._reason is not None:

@@ -1,7 +1,7 @@
 """The messages between a replica process and its receiver process. `http/ipc.py` frames them. Imports no torch.
 
 The replica sends orders. The receiver carries them out one after the other, and answers each with one `OrderDone`, which has
-the number of the call. `LookForStore` alone is carried out beside the others.
+the number of the call.
 """
 
 from __future__ import annotations
@@ -50,14 +50,7 @@ class ForgetFile(msgspec.Struct, tag=True, frozen=True):
     call: int
 
 
-class LookForStore(msgspec.Struct, tag=True, frozen=True):
-    """Look whether the store at the group's address is still that of the group. It fails if it is another one, or none."""
-
-    call: int
-    timeout_s: float
-
-
-Order = JoinGroup | OpenFile | ReceiveRanges | CloseFile | ForgetFile | LookForStore
+Order = JoinGroup | OpenFile | ReceiveRanges | CloseFile | ForgetFile
 
 
 class OrderDone(msgspec.Struct, tag=True, frozen=True):

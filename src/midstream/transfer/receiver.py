@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import secrets
 import socket
 import sys
 from collections import deque
@@ -98,8 +97,6 @@ class GroupMember:
     def __init__(self) -> None:
         #: Of the group's keys in the store. It has the group's own key.
         self.prefix = ""
-        # Where the store is, and a key in it that no other store has.
-        self._place: tuple[str, int, str] | None = None
         self._group: Any = None
         self._target: UpdateFile | None = None
         # The next update uses the same memory: the first touch of new memory costs more than a copy.
@@ -108,8 +105,6 @@ class GroupMember:
     def carry_out(self, order: m.Order) -> m.OrderDone:
         digest = ""
         match order:
-            case m.LookForStore():
-                self._look(order)
             case m.JoinGroup():
                 self._join(order)
             case m.OpenFile(_, path):
@@ -138,30 +133,12 @@ class GroupMember:
         )
         options = _distributed.ProcessGroupGloo._Options()
         options._timeout = timeout
-        mark = f"{order.prefix}/member/{secrets.token_hex(16)}"
-        store.set(mark, b"1")
-        self._place = order.address, order.port, mark
         # Other members reach this machine as it reaches the store.
         host = _own_address(order.address, order.port)
         options._devices = [_distributed.ProcessGroupGloo.create_device(hostname=host, lazy_init=False)]
         self._group = _distributed.ProcessGroupGloo(
             _distributed.PrefixStore(order.prefix, store), order.rank, order.world_size, options
         )
-
-    def _look(self, order: m.LookForStore) -> None:
-        """Beside other orders, over a connection of its own. Raises what torch does, or LookupError."""
-        if self._place is None:
-            return
-        address, port, mark = self._place
-        store = _distributed.TCPStore(
-            address,
-            port,
-            is_master=False,
-            timeout=timedelta(seconds=order.timeout_s),
-            wait_for_workers=False,
-        )
-        if not store.check([mark]):
-            raise LookupError("the store is another trainer's")
 
     def _receive(self, order: m.ReceiveRanges) -> None:
         options = _distributed.BroadcastOptions()
@@ -212,17 +189,17 @@ def _attempted(member: GroupMember, order: m.Order) -> m.OrderDone:
 
 
 def serve(channel: Channel[m.Order]) -> None:
-    """Until the socket closes, which is seen at once: threads of their own carry out the orders, and look for the store."""
+    """Until the socket closes, which is seen at once: a thread of its own carries out the orders."""
     member = GroupMember()
 
     def answer(order: m.Order) -> None:
         with contextlib.suppress(Disconnected):
             channel.send(_attempted(member, order))
 
-    orders, looks = ThreadPoolExecutor(1, "orders"), ThreadPoolExecutor(1, "looks")
+    orders = ThreadPoolExecutor(1, "orders")
     while True:
         for order in channel.receive(None):
-            (looks if isinstance(order, m.LookForStore) else orders).submit(answer, order)
+            orders.submit(answer, order)
 
 
 def main() -> int:
