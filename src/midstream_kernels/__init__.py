@@ -8,19 +8,35 @@ The surface towards engine/embedded is what this module exports, and nothing els
 - `Spare` keeps the memory of a released model for the next one.
 - `KernelsUnavailable` says why a model or a machine cannot use the kernels. The embedded engine then uses PyTorch.
 - `asked_level` is the processor level that the environment asks for.
+- `range_digests` computes SHA-256 of LANES ranges of a file at a time. The snapshots use it, too.
 - `GROUP`: the block size of the KV cache must be a multiple of this.
 
-Always holds: this package imports nothing else of midstream. What it takes from the engine has the forms of port.py.
+Always holds: this package imports nothing else of midstream. What it takes from the engine has the forms of port.py. What needs
+torch is imported when it is asked for: processes without torch use the digests.
 """
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from midstream_kernels.build import KernelsUnavailable, asked_level
-from midstream_kernels.checkpoint import Skeletons, mapped_module
-from midstream_kernels.decoder import GROUP, CpuDecoder, Pieces
-from midstream_kernels.memory import Spare
-from midstream_kernels.sampler import CpuSampler, RowMasks
+from midstream_kernels.digests import LANES, range_digests
+
+if TYPE_CHECKING:
+    from midstream_kernels.checkpoint import Skeletons, mapped_module
+    from midstream_kernels.decoder import GROUP, CpuDecoder, Pieces
+    from midstream_kernels.memory import Spare
+    from midstream_kernels.sampler import CpuSampler, RowMasks
+
+_WITH_TORCH = {
+    "checkpoint": ("Skeletons", "mapped_module"),
+    "decoder": ("GROUP", "CpuDecoder", "Pieces"),
+    "memory": ("Spare",),
+    "sampler": ("CpuSampler", "RowMasks"),
+}
 
 __all__ = [
     "GROUP",
+    "LANES",
     "CpuDecoder",
     "CpuSampler",
     "KernelsUnavailable",
@@ -30,4 +46,12 @@ __all__ = [
     "Spare",
     "asked_level",
     "mapped_module",
+    "range_digests",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    for module, names in _WITH_TORCH.items():
+        if name in names:
+            return getattr(import_module(f"{__name__}.{module}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -58,10 +58,45 @@ def load(source: Path) -> ctypes.CDLL:
     level = asked_level()
     if (brought := prebuilt.load(source, source.parent.parent / LIBRARIES)) is not None:
         return brought
-    flags = FLAGS if level is None else [*prebuilt.FLAGS, *level.flags]
-    library = _compiled(source, flags)
+    library = _compiled(source, _flags(level))
     logger.info("kernels: %s, compiled on this machine", level.name if level else _fastest() or "native")
     return library
+
+
+def found(source: Path) -> ctypes.CDLL | None:
+    """The library of `source`, if `load` would compile nothing; else None. Raises KernelsUnavailable."""
+    place = _place(source)
+    if not isinstance(place, Path):
+        return place
+    try:
+        if not place.exists():
+            return None
+        _check_owner(place.parent)
+        return ctypes.CDLL(str(place))
+    except OSError:
+        return None
+
+
+@cache
+def _place(source: Path) -> ctypes.CDLL | Path | None:
+    """What the wheel brought, or where the library is kept once it is compiled. None: nowhere. Raises KernelsUnavailable."""
+    level = asked_level()
+    if (brought := prebuilt.load(source, source.parent.parent / LIBRARIES)) is not None:
+        return brought
+    try:
+        return _target(source, _compiler(), _flags(level))
+    except RuntimeError:
+        # No home directory.
+        return None
+
+
+def _flags(level: prebuilt.Level | None) -> list[str]:
+    return FLAGS if level is None else [*prebuilt.FLAGS, *level.flags]
+
+
+def _target(source: Path, compiler: str, flags: Sequence[str]) -> Path:
+    """Where it is kept. Raises RuntimeError without a home directory."""
+    return _cache_dir() / f"{source.stem}-{_key(compiler, source, flags)}.so"
 
 
 def _fastest() -> str | None:
@@ -72,16 +107,15 @@ def _fastest() -> str | None:
 def _compiled(source: Path, flags: Sequence[str]) -> ctypes.CDLL:
     """The library of this machine: kept, or compiled for this process. Raises KernelsUnavailable."""
     compiler = _compiler()
-    name = f"{source.stem}-{_key(compiler, source, flags)}.so"
     try:
-        return _kept([compiler, *flags], source, _cache_dir() / name)
+        return _kept([compiler, *flags], source, _target(source, compiler, flags))
     except (OSError, RuntimeError) as error:
         # A read-only disk, no home directory, or a disk that allows no programs.
         logger.warning("%s cannot be kept once built and is compiled at each start: %s", source.name, error)
     try:
         # A loaded library outlives its file.
         with tempfile.TemporaryDirectory() as directory:
-            return _built([compiler, *flags], source, Path(directory) / name)
+            return _built([compiler, *flags], source, Path(directory) / f"{source.stem}.so")
     except OSError as error:
         raise KernelsUnavailable(f"{source.name} could not be built: {error}") from error
 
@@ -89,9 +123,7 @@ def _compiled(source: Path, flags: Sequence[str]) -> ctypes.CDLL:
 def _kept(compile_with: Sequence[str], source: Path, target: Path) -> ctypes.CDLL:
     """Raises OSError, KernelsUnavailable."""
     target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    state = target.parent.stat()
-    if hasattr(os, "getuid") and (state.st_uid not in (0, os.getuid()) or state.st_mode & 0o022):
-        raise PermissionError(f"other users can write to {target.parent} and could put anything there")
+    _check_owner(target.parent)
     with contextlib.suppress(OSError):
         return ctypes.CDLL(str(target))
     with _alone(target.parent):
@@ -102,6 +134,13 @@ def _kept(compile_with: Sequence[str], source: Path, target: Path) -> ctypes.CDL
                 # The disk was full, or the machine went down while it was written.
                 logger.warning("%s is built again: %s", target, error)
         return _built(compile_with, source, target)
+
+
+def _check_owner(directory: Path) -> None:
+    """Raises PermissionError, OSError."""
+    state = directory.stat()
+    if hasattr(os, "getuid") and (state.st_uid not in (0, os.getuid()) or state.st_mode & 0o022):
+        raise PermissionError(f"other users can write to {directory} and could put anything there")
 
 
 @contextlib.contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,7 @@ from midstream.engine.base import InPlaceWeights, Tee, TransferFailed, TransferR
 from midstream.replica import transfer
 from midstream.replica.transfer import Transfers
 from midstream.snapshots import content
-from midstream.snapshots.content import directory_content, part_digest
+from midstream.snapshots.content import directory_content, part_digest, part_digests
 from midstream.snapshots.layout import CONFIG_FILE, WEIGHTS_FILE, read_spec
 from midstream.snapshots.store.cache import SnapshotCache
 from midstream.transfer import in_place
@@ -189,9 +189,9 @@ async def test_no_part_is_read_again_that_the_engine_has_digested(
         monkeypatch.setattr(module, "PART_BYTES", 8)
     read: list[int] = []
 
-    def digest(file: int, begin: int, end: int) -> bytes:
-        read.append(begin)
-        return part_digest(file, begin, end)
+    def digests(file: int, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
+        read.extend(begin for begin, _ in ranges)
+        return part_digests(file, ranges)
 
     here = Here(tmp_path)
     await here.opened()
@@ -203,7 +203,7 @@ async def test_no_part_is_read_again_that_the_engine_has_digested(
     here.weights.digested = [ALIGNMENT, ALIGNMENT + 16]
     sent = UpdateInfo(fields=INFO)
     await here.transfers.answer(ReceiveInPlace(**{**UPDATE, "update": 2}, info=sent))
-    monkeypatch.setattr(content, "part_digest", digest)
+    monkeypatch.setattr(content, "part_digests", digests)
     received = await here.transfers.answer(Finish(**{**UPDATE, "update": 2}))
     assert isinstance(received, Received)
     assert [at for at in read if at >= ALIGNMENT] == [ALIGNMENT + 8, ALIGNMENT + 24]

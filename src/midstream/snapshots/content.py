@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import MappingProxyType
-from typing import Literal
+from typing import Literal, TypeVar
 
 import msgspec
 
@@ -23,14 +23,19 @@ from midstream.core.decoding import NOT_JSON
 from midstream.core.errors import SnapshotCorrupt
 from midstream.core.types import Content, FileContent
 from midstream.snapshots.messages import shown
+from midstream_kernels import LANES, range_digests
 
 MANIFEST_FILE = "midstream.manifest.json"
 MANIFEST_BYTES_MAX = 16 * 2**20
 PART_BYTES = 16 * 2**20
 _READ_BYTES = 2**20
 _DIGEST_CHARS = 64
+_SHORTER = "a file became shorter while it was read"
 #: Begins the fingerprint of files that are known by their content, not by what a bucket lists.
 _BY_CONTENT = "content:"
+
+
+Part = TypeVar("Part")
 
 
 class _File(msgspec.Struct, frozen=True):
@@ -45,14 +50,28 @@ class _Manifest(msgspec.Struct, frozen=True):
     files: tuple[_File, ...]
 
 
+def in_groups(parts: Sequence[Part]) -> list[Sequence[Part]]:
+    """Parts that one thread digests together."""
+    return [parts[at : at + LANES] for at in range(0, len(parts), LANES)]
+
+
+def part_digests(file: int, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
+    """The digest of each range of an open file, from its first byte to behind its last. Raises SnapshotCorrupt, OSError."""
+    try:
+        found = range_digests(file, ranges)
+    except EOFError:
+        raise SnapshotCorrupt(_SHORTER) from None
+    return [part_digest(file, *each) for each in ranges] if found is None else found
+
+
 def part_digest(file: int, begin: int, end: int) -> bytes:
-    """The digest of the bytes from `begin` to `end` of an open file. Raises SnapshotCorrupt, OSError."""
+    """As `part_digests`, of one range."""
     whole = hashlib.sha256()
     buffer = memoryview(bytearray(min(_READ_BYTES, max(1, end - begin))))
     while begin < end:
         count = os.preadv(file, [buffer[: min(len(buffer), end - begin)]], begin)
         if count == 0:
-            raise SnapshotCorrupt("a file became shorter while it was read")
+            raise SnapshotCorrupt(_SHORTER)
         whole.update(buffer[:count])
         begin += count
     return whole.digest()
@@ -70,11 +89,16 @@ def file_content(
     OSError."""
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
-        parts = [
-            known[at] if at in known else part_digest(file.fileno(), at, min(at + PART_BYTES, size))
-            for at in range(0, size, PART_BYTES)
-        ]
+        ranges = part_ranges(size)
+        unknown = [each for each in ranges if each[0] not in known]
+        found = dict(zip(unknown, part_digests(file.fileno(), unknown), strict=True))
+    parts = (known[each[0]] if each[0] in known else found[each] for each in ranges)
     return FileContent(name or path.name, size, combined(parts))
+
+
+def part_ranges(size: int) -> list[tuple[int, int]]:
+    """Where the parts of a file of this size lie."""
+    return [(at, min(at + PART_BYTES, size)) for at in range(0, size, PART_BYTES)]
 
 
 def directory_content(directory: Path, names: Iterable[str]) -> Content:

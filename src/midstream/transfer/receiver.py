@@ -16,6 +16,8 @@ import sys
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,14 @@ import torch.distributed
 
 from midstream.core.logs import configure_as_parent
 from midstream.http.ipc import Channel, Disconnected
-from midstream.snapshots.content import PART_BYTES, combined, part_digest
+from midstream.snapshots.content import (
+    PART_BYTES,
+    combined,
+    in_groups,
+    part_digest,
+    part_digests,
+    part_ranges,
+)
 from midstream.transfer import protocol as m
 from midstream.transfer.layout import pieces
 
@@ -62,7 +71,8 @@ class UpdateFile:
         if self._whole is None:
             self._whole = -(-begin // PART_BYTES) * PART_BYTES
         while self._beside and self._whole + PART_BYTES <= begin + len(data):
-            self._digest(self._whole, self._whole + PART_BYTES)
+            part = self._whole, self._whole + PART_BYTES
+            self._digests[self._whole] = self._digester.submit(part_digest, self._file, *part)
             self._whole += PART_BYTES
 
     def close(self, header: bytes, size: int) -> str:
@@ -70,15 +80,14 @@ class UpdateFile:
         try:
             os.ftruncate(self._file, size)
             _write(self._file, memoryview(header), 0)
-            for at in range(0, size, PART_BYTES):
-                self._digest(at, min(at + PART_BYTES, size))
-            return combined(self._digests[at].result() for at in range(0, size, PART_BYTES))
+            ranges = part_ranges(size)
+            missing = [each for each in ranges if each[0] not in self._digests]
+            found = self._digester.map(partial(part_digests, self._file), in_groups(missing))
+            digests = dict(zip((begin for begin, _ in missing), chain.from_iterable(found), strict=True))
+            beside = {begin: future.result() for begin, future in self._digests.items()}
+            return combined((digests | beside)[begin] for begin, _ in ranges)
         finally:
             self.forget()
-
-    def _digest(self, begin: int, end: int) -> None:
-        if begin not in self._digests:
-            self._digests[begin] = self._digester.submit(part_digest, self._file, begin, end)
 
     def forget(self) -> None:
         self._digester.shutdown(cancel_futures=True)

@@ -1,6 +1,12 @@
 // The functions that Python calls (../build.py): plain C types, and pointers to memory that the caller owns.
 #include "pass.h"
 #include "sample.h"
+#include "sha256.h"
+
+// begins, ends: of `count` ranges of an open file. digests: 32 bytes each. Returns 0, a negative errno, or a ShaOutcome.
+extern "C" int64_t digest_ranges(int file, const int64_t *begins, const int64_t *ends, int64_t count, uint8_t *digests) {
+  return sha256_ranges(file, begins, ends, count, digests);
+}
 
 template <class T>
 static void sample(const typename T::elem *logits, int64_t m, int64_t vocab, const float *temperature,

@@ -29,7 +29,7 @@ from obstore.store import HTTPStore, LocalStore
 from midstream.core.errors import SnapshotCorrupt, SnapshotError
 from midstream.core.types import Content, FileContent
 from midstream.snapshots import content as contents
-from midstream.snapshots.content import difference
+from midstream.snapshots.content import difference, in_groups
 from midstream.snapshots.identity import public_url
 from midstream.snapshots.messages import shown
 from midstream.snapshots.store.bucket import Store, describe
@@ -226,12 +226,22 @@ class _PartialFile:
     def changed(self) -> str:
         return f"{public_url(self._url)}: {shown(self.file.name)} changed while it was read"
 
-    async def fetch_part(self, number: int) -> int:
-        """Fetch one part and return its bytes. Raises SnapshotCorrupt, SnapshotError, OSError."""
-        start, end = self._range(number)
+    @property
+    def steps(self) -> Iterable[Sequence[int]]:
+        """The missing parts: those of a local file in groups, which are digested together."""
+        return in_groups(self.missing) if isinstance(self._store, LocalStore) else [[n] for n in self.missing]
+
+    async def fetch(self, step: Sequence[int]) -> int:
+        """Fetch the parts of one of `steps` and return their bytes. Raises SnapshotCorrupt, SnapshotError, OSError."""
         if isinstance(self._store, LocalStore):
-            await computed(self._copy, number, self._source)
-            return end - start
+            await computed(self._copy, step, self._source)
+        else:
+            for number in step:
+                await self._fetch_part(number)
+        return sum(end - start for start, end in map(self._range, step))
+
+    async def _fetch_part(self, number: int) -> None:
+        start, end = self._range(number)
         for attempt in range(PART_ATTEMPTS):
             try:
                 result = await self._store.get_async(
@@ -249,30 +259,31 @@ class _PartialFile:
             has = start + len(data) if has == self.file.size else has
             raise SnapshotCorrupt(f"{self.changed}: it was listed with {self.file.size} bytes and has {has}")
         await finished(self._write, number, data)
-        return end - start
 
-    def _copy(self, number: int, source: str) -> None:
-        """Copy a part from a local bucket, in the kernel if possible. check_unchanged looks at the file at the end."""
-        if self._linked:
-            self._note(number, contents.part_digest(self._data, *self._range(number)))
-            return
+    def _copy(self, numbers: Sequence[int], source: str) -> None:
+        """Copy parts from a local bucket, in the kernel if possible. check_unchanged looks at the file at the end."""
+        ranges = [self._range(number) for number in numbers]
+        if not self._linked:
+            self._copy_ranges(ranges, source)
+        for number, digest in zip(numbers, contents.part_digests(self._data, ranges), strict=True):
+            self._note(number, digest)
+
+    def _copy_ranges(self, ranges: Iterable[tuple[int, int]], source: str) -> None:
         try:
             file = open_regular(source)
         except OSError as error:
             raise SnapshotCorrupt(f"{self.changed}: {error.strerror}") from None
         try:
-            begin, end = self._range(number)
-            position = begin
-            while position < end:
-                count = _copy_some(file, self._data, position, end)
-                if count == 0:
-                    raise SnapshotCorrupt(
-                        f"{self.changed}: it was listed with {self.file.size} bytes and has {position}"
-                    )
-                position += count
+            for position, end in ranges:
+                while position < end:
+                    count = _copy_some(file, self._data, position, end)
+                    if count == 0:
+                        raise SnapshotCorrupt(
+                            f"{self.changed}: it was listed with {self.file.size} bytes and has {position}"
+                        )
+                    position += count
         finally:
             os.close(file)
-        self._note(number, contents.part_digest(self._data, begin, end))
 
     def _write(self, number: int, data: memoryview) -> None:
         position = self._range(number)[0]
@@ -355,16 +366,16 @@ async def _fetch_parts(
     total = sum(f.file.size for f in files)
     done = total - sum(f.missing_bytes for f in files)
 
-    async def fetch(file: _PartialFile, number: int) -> None:
+    async def fetch(file: _PartialFile, step: Sequence[int]) -> None:
         nonlocal done
-        count = await file.fetch_part(number)
+        count = await file.fetch(step)
         done += count
         if progress is not None:
             progress(done, total)
 
     if progress is not None:
         progress(done, total)
-    await _in_parallel(slots, ((f, fetch(f, number)) for f in files for number in f.missing))
+    await _in_parallel(slots, ((f, fetch(f, step)) for f in files for step in f.steps))
     await _in_parallel(slots, ((f, f.check_unchanged()) for f in files))
 
 
