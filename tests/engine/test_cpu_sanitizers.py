@@ -14,7 +14,13 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
-TESTS = ("test_cpu_kernels.py", "test_cpu_decoder.py", "test_adapter_kernels.py", "test_range_digests.py", "test_sampler.py")
+TESTS = (
+    "test_cpu_kernels.py",
+    "test_cpu_decoder.py",
+    "test_adapter_kernels.py",
+    "test_range_digests.py",
+    "test_sampler.py",
+)
 FLAGS = "-fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer -g1"
 pytestmark = [pytest.mark.variant, pytest.mark.timeout(1800)]
 

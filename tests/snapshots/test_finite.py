@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from midstream.core.errors import SnapshotCorrupt, SnapshotNotFinite
 from midstream.snapshots import finite
-from midstream.snapshots.finite import check_finite, first_bad
+from midstream.snapshots.finite import check_finite, first_bad, shows_finite
 from midstream.snapshots.layout import DTYPE_BITS, read_file_layout
 
 FILE = "model.safetensors"
@@ -32,8 +32,16 @@ FLOATS: dict[str, torch.dtype] = {
 }
 
 
-def written(directory: Path, tensors: dict[str, tuple[str, list[int], bytes]], file: str = FILE) -> Path:
-    """A safetensors file of these bytes, in this order. The data begins at an odd place."""
+def written(
+    directory: Path,
+    tensors: dict[str, tuple[str, list[int], bytes]],
+    file: str = FILE,
+    *,
+    spaces: int | None = None,
+) -> Path:
+    """A safetensors file of these bytes, in this order. The data begins at an odd place.
+
+    spaces: it begins so many places behind a multiple of eight."""
     header: dict[str, Any] = {}
     data = b""
     for name, (dtype, shape, content) in tensors.items():
@@ -41,7 +49,10 @@ def written(directory: Path, tensors: dict[str, tuple[str, list[int], bytes]], f
         header[name] = {"dtype": dtype, "shape": shape, "data_offsets": offsets}
         data += content
     text = json.dumps(header).encode()
-    text += b" " * ((len(text) + 1) % 2)
+    if spaces is None:
+        text += b" " * ((len(text) + 1) % 2)
+    else:
+        text += b" " * (-len(text) % 8 + spaces)
     directory.mkdir(exist_ok=True)
     (directory / file).write_bytes(len(text).to_bytes(8, "little") + text + data)
     return directory
@@ -70,6 +81,38 @@ def test_every_number_of_16_bits_or_less_is_judged_as_torch_judges_it(dtype: str
     finite_ones = torch.from_numpy(every.view(np.uint8).copy()).view(FLOATS[dtype]).float().isfinite()
     ours = [first_bad(dtype, every[i : i + 1].view(np.uint8)) is None for i in range(2**bits)]
     assert ours == finite_ones.tolist()
+
+
+def largest(data: bytes) -> dict[int, int]:
+    """Of the words of 16 and of 32 bits in a file, without their highest bit."""
+    found = {}
+    for bits in (16, 32):
+        words = np.frombuffer(data[: len(data) // (bits // 8) * (bits // 8)], f"<u{bits // 8}")
+        found[bits] = int((words & ((1 << (bits - 1)) - 1)).max(initial=0))
+    return found
+
+
+@given(
+    dtypes=st.lists(st.sampled_from(sorted(DTYPE_BITS)), min_size=1, max_size=3),
+    raw=st.binary(min_size=24, max_size=24),
+    spaces=st.integers(0, 3),
+)
+def test_no_largest_word_hides_a_number_that_is_not_finite(
+    tmp_path_factory: pytest.TempPathFactory, dtypes: list[str], raw: bytes, spaces: int
+) -> None:
+    whole = {f"t{i}": (dtype, [8 * 24 // DTYPE_BITS[dtype]], raw) for i, dtype in enumerate(dtypes)}
+    file = written(tmp_path_factory.mktemp("file"), whole, spaces=spaces) / FILE
+    if shows_finite(read_file_layout(file), largest(file.read_bytes())):
+        check(file.parent)
+
+
+@pytest.mark.parametrize("dtype", ["BF16", "F32"])
+def test_the_largest_words_show_that_ordinary_weights_are_finite(tmp_path: Path, dtype: str) -> None:
+    weights = torch.linspace(-3.0, 3.0, 64).to(FLOATS[dtype]).view(torch.uint8).numpy().tobytes()
+    # Where trainers' files begin: at a multiple of eight.
+    file = written(tmp_path, {"t": (dtype, [64], weights)}, spaces=0) / FILE
+    assert shows_finite(read_file_layout(file), largest(file.read_bytes()))
+    assert not shows_finite(read_file_layout(file), {})
 
 
 @pytest.mark.parametrize("dtype", sorted(DTYPE_BITS.keys() - FLOATS.keys()))

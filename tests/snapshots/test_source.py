@@ -31,6 +31,7 @@ from midstream.snapshots.layout import CheckpointSpec, TensorSpec, read_spec
 from midstream.snapshots.store.cache import SnapshotCache
 from midstream.snapshots.store.chain import ChainFetcher
 from midstream.snapshots.store.local import temporary_directory
+from midstream_kernels import build, prebuilt
 
 
 def make_source(tmp_path: Path) -> CachedSource:
@@ -333,6 +334,47 @@ def test_numbers_that_were_seen_in_the_rebuild_are_not_read_again_until_the_next
     # The files lay in the cache meanwhile.
     path = asyncio.run(load())
     assert read == [path]
+
+
+def test_numbers_that_were_seen_in_the_fetch_are_not_read_again_until_the_next_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build.load(build.SOURCE)
+    if prebuilt.features() and "sha_ni" not in prebuilt.features():
+        pytest.skip("the processor has no instructions for SHA-256")
+    states = [write_checkpoint(tmp_path / f"s{i}", seed=i) for i in range(2)]
+    encode_delta(*states, tmp_path / "d1", "arc_v2")
+    urls = [path.as_uri() for path in (states[0], tmp_path / "d1")]
+    known = [asyncio.run(snapshot_fingerprint(url)) for url in urls]
+    first = Desired(snapshot="s0", generation=1, url=urls[0], fingerprint=known[0])
+    child = Desired(
+        snapshot="s1",
+        generation=2,
+        url=urls[1],
+        fingerprint=known[1],
+        compression="arc_v2",
+        parents=first.files,
+    )
+    source, read = make_source(tmp_path), []
+    monkeypatch.setattr(source_module, "check_finite", lambda path, *_, **__: read.append(path))
+
+    async def load(desired: Desired) -> Path:
+        path = await source.fetch(desired) or await source.rebuild(desired)
+        await source.verify(path, desired)
+        return path
+
+    path = asyncio.run(load(first))
+    assert read == []
+    # The files lay in the cache meanwhile.
+    assert asyncio.run(load(first)) == path
+    assert read == [path]
+    # So do those that only a delta was made from.
+    shutil.rmtree(path)
+    asyncio.run(load(child))
+    assert path.exists()
+    assert read == [path]
+    assert asyncio.run(load(first)) == path
+    assert read == [path, path]
 
 
 def test_an_adapter_is_refused_for_a_number_that_is_not_finite(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import MappingProxyType
-from typing import Literal, TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
 import msgspec
 
@@ -38,6 +38,13 @@ _BY_CONTENT = "content:"
 Part = TypeVar("Part")
 
 
+class ReadPart(NamedTuple):
+    """largest: of its words, as RangeDigest has it. Empty: not looked for."""
+
+    digest: bytes
+    largest: Mapping[int, int]
+
+
 class _File(msgspec.Struct, frozen=True):
     name: str
     size: int
@@ -57,11 +64,18 @@ def in_groups(parts: Sequence[Part]) -> list[Sequence[Part]]:
 
 def part_digests(file: int, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
     """The digest of each range of an open file, from its first byte to behind its last. Raises SnapshotCorrupt, OSError."""
+    return [part.digest for part in read_parts(file, ranges)]
+
+
+def read_parts(file: int, ranges: Sequence[tuple[int, int]]) -> list[ReadPart]:
+    """As `part_digests`, with what else the pass shows."""
     try:
         found = range_digests(file, ranges)
     except EOFError:
         raise SnapshotCorrupt(_SHORTER) from None
-    return [part_digest(file, *each) for each in ranges] if found is None else found
+    if found is None:
+        return [ReadPart(part_digest(file, *each), {}) for each in ranges]
+    return [ReadPart(*each) for each in found]
 
 
 def part_digest(file: int, begin: int, end: int) -> bytes:

@@ -150,6 +150,24 @@ def first_bad(dtype: str, data: np.ndarray) -> tuple[int, int] | None:
     return place, int(unsigned[place])
 
 
+def shows_finite(layout: FileLayout, largest: Mapping[int, int]) -> bool:
+    """Whether the largest words of a file show that all its numbers are finite. False: they do not show it, and it may be.
+
+    They show it of BF16 and F32. The words of other tensors in the file may be larger, and of F16 those of the header are.
+
+    largest: of all words of the file, little-endian and without their highest bit, by how many bits they have.
+    """
+    for name, spec in layout.tensors.items():
+        kind = _FLOATS.get(spec.dtype)
+        if kind is None:
+            continue
+        # Of a tensor that begins inside a word, numbers are no words.
+        whole = layout.ranges[name][0] % (kind.bits // 8) == 0
+        if not (kind.signed and whole and largest.get(kind.bits, kind.first) < kind.first):
+            return False
+    return True
+
+
 def all_finite(dtype: str, data: np.ndarray) -> bool:
     """Whether no number in `data`, as in `first_bad`, is infinite or NaN. dtype: also one that has no such numbers."""
     return dtype not in _FLOATS or (

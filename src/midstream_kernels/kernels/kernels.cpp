@@ -3,9 +3,11 @@
 #include "sample.h"
 #include "sha256.h"
 
-// begins, ends: of `count` ranges of an open file. digests: 32 bytes each. Returns 0, a negative errno, or a ShaOutcome.
-extern "C" int64_t digest_ranges(int file, const int64_t *begins, const int64_t *ends, int64_t count, uint8_t *digests) {
-  return sha256_ranges(file, begins, ends, count, digests);
+// begins, ends: of `count` ranges of an open file. digests: 32 bytes each. largest: two numbers each (Largest). Returns 0, a
+// negative errno, or a ShaOutcome.
+extern "C" int64_t digest_ranges(int file, const int64_t *begins, const int64_t *ends, int64_t count, uint8_t *digests,
+                                 uint32_t *largest) {
+  return sha256_ranges(file, begins, ends, count, digests, largest);
 }
 
 template <class T>

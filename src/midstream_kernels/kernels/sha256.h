@@ -1,7 +1,8 @@
 // SHA-256 of several ranges of a file at a time, by the processor's own instructions for it.
 //
 // One message alone leaves most of those instructions' time unused: each waits for the one before. The rounds of LANES messages
-// are interleaved here, so one thread is 2.5 times as fast. The digests are those of any SHA-256.
+// are interleaved here, so one thread is 2.5 times as fast. The digests are those of any SHA-256. While the bytes are in the
+// cache, the largest number among them is looked for, too: it shows whether floating-point numbers are finite.
 #pragma once
 #include <algorithm>
 #include <cerrno>
@@ -90,30 +91,54 @@ __attribute__((target("sha,sse4.1"))) void take(uint32_t (*states)[8], const uin
   }
 }
 
-// Fills `into`. 0, or as sha256_ranges.
-inline int64_t fill(int file, uint8_t *into, int64_t size, int64_t at) {
+// Of whole little-endian words of 16 and of 32 bits, without their highest bit.
+struct Largest {
+  uint32_t of16, of32;
+
+  void look(const uint8_t *data, int64_t size) {
+    uint16_t narrow = of16;
+    uint32_t wide = of32;
+    for (int64_t i = 0; i < size / 2; i++) {
+      uint16_t word;
+      memcpy(&word, data + 2 * i, 2);
+      narrow = std::max<uint16_t>(narrow, word & 0x7FFF);
+    }
+    for (int64_t i = 0; i < size / 4; i++) {
+      uint32_t word;
+      memcpy(&word, data + 4 * i, 4);
+      wide = std::max<uint32_t>(wide, word & 0x7FFFFFFF);
+    }
+    of16 = narrow, of32 = wide;
+  }
+};
+
+// Fills `into`, and looks at it. 0, or as sha256_ranges.
+inline int64_t fill(int file, uint8_t *into, int64_t size, int64_t at, Largest *largest) {
+  const uint8_t *const data = into;
+  const int64_t all = size;
   while (size) {
     const int64_t count = pread(file, into, size, at);
     if (count < 0 && errno != EINTR) return -errno;
     if (count == 0) return SHA_SHORTER;
     if (count > 0) into += count, size -= count, at += count;
   }
+  largest->look(data, all);
   return 0;
 }
 
 // The rest of one message, whose `taken` bytes before are in its state, and its digest.
 inline int64_t close(int file, uint32_t (*state)[8], int64_t at, int64_t end, int64_t taken, uint8_t *buffer,
-                     uint8_t *digest) {
+                     uint8_t *digest, Largest *largest) {
   const uint64_t bits = 8 * (uint64_t)(taken + end - at);
   const uint8_t *const data = buffer;
   for (; end - at >= BLOCK;) {
     const int64_t size = std::min(READ, (end - at) / BLOCK * BLOCK);
-    if (const int64_t failed = fill(file, buffer, size, at)) return failed;
+    if (const int64_t failed = fill(file, buffer, size, at, largest)) return failed;
     take<1>(state, &data, size / BLOCK);
     at += size;
   }
   const int64_t left = end - at, blocks = left < BLOCK - 8 ? 1 : 2;
-  if (const int64_t failed = fill(file, buffer, left, at)) return failed;
+  if (const int64_t failed = fill(file, buffer, left, at, largest)) return failed;
   memset(buffer + left, 0, blocks * BLOCK - left);
   buffer[left] = 0x80;
   for (int i = 0; i < 8; i++) buffer[blocks * BLOCK - 1 - i] = bits >> 8 * i;
@@ -124,44 +149,49 @@ inline int64_t close(int file, uint32_t (*state)[8], int64_t at, int64_t end, in
 
 // The digests of L ranges: as much as all have together, then the rest of each.
 template <int L>
-int64_t digest(int file, const int64_t *begins, const int64_t *ends, uint8_t *buffers, uint8_t *digests) {
+int64_t digest(int file, const int64_t *begins, const int64_t *ends, uint8_t *buffers, uint8_t *digests,
+               Largest *largest) {
   uint32_t states[L][8];
   const uint8_t *data[L];
   int64_t together = ends[0] - begins[0];
   for (int l = 0; l < L; l++) {
     memcpy(states[l], FIRST, sizeof FIRST);
+    largest[l] = {0, 0};
     data[l] = buffers + l * READ;
     together = std::min(together, ends[l] - begins[l]) / BLOCK * BLOCK;
   }
   for (int64_t taken = 0; taken < together;) {
     const int64_t size = std::min(READ, together - taken);
     for (int l = 0; l < L; l++)
-      if (const int64_t failed = fill(file, buffers + l * READ, size, begins[l] + taken)) return failed;
+      if (const int64_t failed = fill(file, buffers + l * READ, size, begins[l] + taken, largest + l)) return failed;
     take<L>(states, data, size / BLOCK);
     taken += size;
   }
   for (int l = 0; l < L; l++)
     if (const int64_t failed =
-            close(file, states + l, begins[l] + together, ends[l], together, buffers, digests + 32 * l))
+            close(file, states + l, begins[l] + together, ends[l], together, buffers, digests + 32 * l, largest + l))
       return failed;
   return 0;
 }
 
 } // namespace sha
 
-static int64_t sha256_ranges(int file, const int64_t *begins, const int64_t *ends, int64_t count, uint8_t *digests) {
+static int64_t sha256_ranges(int file, const int64_t *begins, const int64_t *ends, int64_t count, uint8_t *digests,
+                             uint32_t *largest) {
   if (!sha::here()) return SHA_NOT_HERE;
   std::vector<uint8_t> buffers(sha::LANES * sha::READ);
   int64_t failed = 0;
   for (int64_t i = 0; i < count && !failed; i += sha::LANES) {
     const auto some = count - i >= 3 ? sha::digest<3> : count - i == 2 ? sha::digest<2> : sha::digest<1>;
-    failed = some(file, begins + i, ends + i, buffers.data(), digests + 32 * i);
+    failed = some(file, begins + i, ends + i, buffers.data(), digests + 32 * i, (sha::Largest *)largest + i);
   }
   return failed;
 }
 
 #else
 
-static int64_t sha256_ranges(int, const int64_t *, const int64_t *, int64_t, uint8_t *) { return SHA_NOT_HERE; }
+static int64_t sha256_ranges(int, const int64_t *, const int64_t *, int64_t, uint8_t *, uint32_t *) {
+  return SHA_NOT_HERE;
+}
 
 #endif

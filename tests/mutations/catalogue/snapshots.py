@@ -44,6 +44,22 @@ SNAPSHOTS = (
         ("snapshots/test_source.py",),
     ),
     Mutation(
+        "large_words_are_finite",
+        "snapshots/finite.py",
+        "largest.get(kind.bits, kind.first) < kind.first):",
+        "largest):",
+        "A number that is not finite is found in the pass that digests, too.",
+        ("snapshots/test_finite.py", "snapshots/test_source.py"),
+    ),
+    Mutation(
+        "numbers_are_seen_once",
+        "snapshots/store/chain.py",
+        "            await asyncio.to_thread(made_finite, path)\n",
+        "",
+        "Files that lay in the cache are read for numbers that are not finite.",
+        ("snapshots/test_source.py",),
+    ),
+    Mutation(
         "negative_numbers_are_finite",
         "snapshots/finite.py",
         "over = unsigned.max() >= (kind.first | sign if kind.signed else kind.first)",

@@ -44,6 +44,14 @@ TRANSFER = (
         ("replica/test_replica_transfer.py",),
     ),
     Mutation(
+        "whatever_listens_is_the_trainer",
+        "transfer/trainer_store.py",
+        "        self._key = key\n",
+        "",
+        "A part in place does not outlive its trainer, whatever holds the trainer's port.",
+        ("transfer/test_in_place.py", "transfer/test_trainer_store.py"),
+    ),
+    Mutation(
         "an_order_ends_with_its_caller",
         "replica/transfer.py",
         "return await asyncio.shield(task)",

@@ -218,7 +218,7 @@ class CachedSource(SnapshotSource):
             if ties(self._base, spec):
                 await asyncio.to_thread(check_tied, path, spec)
         if await asyncio.to_thread(made_finite, path):
-            # In the pass that wrote them.
+            # In the pass that read or wrote them.
             return
         await _check_finite(path, files)
 

@@ -45,6 +45,7 @@ from midstream.snapshots.store.local import (
     directory_bytes,
     forget_listing,
     is_whole,
+    made_finite,
     move_into_place,
     note_contents,
     noted_contents,
@@ -180,6 +181,8 @@ class ChainFetcher:
             start = await self._claim(chain)
         self.found_here = path if start == len(chain) - 1 else None
         if self.found_here is not None:
+            # If they were seen to be finite, that was when they came.
+            await asyncio.to_thread(made_finite, path)
             self._cache.touch(path)
             return path
         fetched = start < 0

@@ -19,7 +19,7 @@ import hashlib
 import os
 import shutil
 import struct
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,15 +30,19 @@ from midstream.core.errors import SnapshotCorrupt, SnapshotError
 from midstream.core.types import Content, FileContent
 from midstream.snapshots import content as contents
 from midstream.snapshots.content import difference, in_groups
+from midstream.snapshots.finite import shows_finite
 from midstream.snapshots.identity import public_url
+from midstream.snapshots.layout import read_file_layout
 from midstream.snapshots.messages import shown
 from midstream.snapshots.store.bucket import Store, describe
 from midstream.snapshots.store.links import Links
 from midstream.snapshots.store.listing import BucketFile, Listing, find_file, open_regular
 from midstream.snapshots.store.local import (
     is_whole,
+    made_finite,
     move_into_place,
     note_contents,
+    note_finite,
     reserve,
     reserved_bytes,
     temporary_directory,
@@ -88,6 +92,8 @@ async def fetch_listed(
     if listing.files[0].etag is not None and await asyncio.to_thread(
         is_whole, dest, listing.fingerprint, [content]
     ):
+        # That was seen when they were fetched.
+        await asyncio.to_thread(made_finite, dest)
         return
     async with _partial_files(dest.parent, listing.url) as partial:
         with contextlib.ExitStack() as stack:
@@ -162,6 +168,8 @@ class _PartialFile:
         written = os.pread(self._log, _ENTRY.size * (count + 1) * 4, 0)
         whole = len(written) // _ENTRY.size * _ENTRY.size
         self._digests: dict[int, bytes] = dict(_ENTRY.iter_unpack(written[:whole]))
+        # Of the words in the parts that were read here (content.py).
+        self._largest: dict[int, Mapping[int, int]] = {}
         self._linked = self._link()
         if self._linked:
             self._data = os.open(self.path, os.O_RDONLY)
@@ -210,6 +218,19 @@ class _PartialFile:
         count = -(-self.file.size // contents.PART_BYTES)
         digest = contents.combined(self._digests[n] for n in range(count))
         return FileContent(self.file.name, self.file.size, digest)
+
+    @property
+    def shows_finite(self) -> bool:
+        """Whether the pass that digested the parts showed all numbers to be finite. Only when no part is missing."""
+        parts = self._largest.values()
+        if not parts or not all(parts) or self._largest.keys() != self._digests.keys():
+            return False
+        largest = {bits: max(part[bits] for part in parts) for bits in next(iter(parts))}
+        try:
+            return shows_finite(read_file_layout(self.path), largest)
+        except SnapshotError:
+            # Its reader says what is wrong.
+            return False
 
     def close(self) -> None:
         os.close(self._data)
@@ -265,8 +286,9 @@ class _PartialFile:
         ranges = [self._range(number) for number in numbers]
         if not self._linked:
             self._copy_ranges(ranges, source)
-        for number, digest in zip(numbers, contents.part_digests(self._data, ranges), strict=True):
-            self._note(number, digest)
+        for number, part in zip(numbers, contents.read_parts(self._data, ranges), strict=True):
+            self._note(number, part.digest)
+            self._largest[number] = part.largest
 
     def _copy_ranges(self, ranges: Iterable[tuple[int, int]], source: str) -> None:
         try:
@@ -441,6 +463,8 @@ def _finish(
     dest: Path,
     links: Links | None,
 ) -> None:
+    weights = [part for part in parts if part.file.name.endswith(".safetensors")]
+    finite = bool(weights) and all(part.shows_finite for part in weights)
     temporary = temporary_directory(dest.parent)
     temporary.mkdir()
     try:
@@ -450,6 +474,8 @@ def _finish(
                 links.moved(part.path, dest / part.file.name)
         note_contents(temporary, [found])
         write_listing(temporary, listing.encoded())
+        if finite:
+            note_finite(temporary)
         move_into_place(temporary, dest)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

@@ -70,11 +70,16 @@ def write_own_listing(directory: Path, *, finite: bool = False) -> None:
     files = sorted((f.name, f.stat().st_size, "") for f in directory.iterdir() if f.is_file())
     write_listing(directory, msgspec.json.encode(files))
     if finite:
-        (directory / FINITE_FILE).touch()
+        note_finite(directory)
+
+
+def note_finite(directory: Path) -> None:
+    """All numbers in `directory` were seen to be finite in the pass that read or made them. Raises OSError."""
+    (directory / FINITE_FILE).touch()
 
 
 def made_finite(directory: Path) -> bool:
-    """Whether the files were just made of numbers that were seen to be finite. Says so once: later ones may be damaged."""
+    """Whether numbers that were seen to be finite were just fetched or made. Says so once: later ones may be damaged."""
     try:
         (directory / FINITE_FILE).unlink()
     except OSError:
