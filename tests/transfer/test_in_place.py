@@ -431,6 +431,8 @@ async def test_what_is_silent_at_a_dead_trainers_port_does_not_keep_its_group(
     assert await here.transfers.answer(Alive(**OF)) == TrainerSeen(TrainerState.ALIVE)
     del store
     with socket.create_server(("127.0.0.1", port)):
+        silent = await here.transfers.answer(Alive(**{**OF, "within_s": 0.2}))
+        assert silent == TrainerSeen(TrainerState.UNKNOWN)
         for _ in range(transfer.UNANSWERED_LOOKS):
             looks.put_nowait(None)
         async with asyncio.timeout(60):
