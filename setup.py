@@ -24,7 +24,7 @@ class BuildWithKernels(build_py):
     def run(self) -> None:
         super().run()
         if MACHINE and not self.editable_mode:
-            # By path: the package midstream_kernels imports torch.
+            # By path: the package is not installed yet.
             spec = importlib.util.spec_from_file_location("prebuilt", Path("src") / KERNELS / "prebuilt.py")
             prebuilt = importlib.util.module_from_spec(spec)
             sys.modules["prebuilt"] = prebuilt

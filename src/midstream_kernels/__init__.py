@@ -1,6 +1,6 @@
 """CPU kernels: Llama-like decoders and plain sampling in a few C++ functions, compiled once per machine.
 
-The surface towards engine/embedded is what this module exports, and nothing else:
+The surface towards engine/embedded and snapshots is what this module exports, and nothing else:
 - `CpuDecoder` copies the weights of a Hugging Face module and runs batches over a paged KV cache of its own.
 - `CpuSampler` draws tokens from unmodified logits and scores given tokens. `RowMasks` gets what it drew each one from.
 - `mapped_module` builds the module of a snapshot over its files in memory, so that CpuDecoder packs from there.
