@@ -16,8 +16,9 @@ from msgspec.structs import replace
 
 from midstream.core.types import GenerateRequest, SamplingParams
 from midstream.engine.servers.chunks import Chunk, InvalidAnswer, Token
+from midstream.engine.servers.control import ServerRefused
 from midstream.engine.servers.model import Shape
-from midstream.engine.servers.switching import TOLERANCE, NotExact, ServerRefused
+from midstream.engine.servers.switching import TOLERANCE, NotExact
 from midstream.engine.sglang.arguments import NO_ROUTES, PLUGIN
 from midstream.engine.sglang.choice import decode_routes
 
