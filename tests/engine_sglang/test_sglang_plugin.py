@@ -108,7 +108,7 @@ def test_a_server_without_a_tokenizer_gets_one_for_grammars(sglang: dict[str, An
     sglang["constrained.base_grammar_backend"].create_grammar_backend = backend
     where = SimpleNamespace(tokenizer_path="model", tokenizer_mode="auto")
     sglang["runtime_context"].get_serving = lambda: where
-    sglang["runtime_context"].get_model = lambda: SimpleNamespace(trust_remote_code=False, revision=None)
+    sglang["runtime_context"].get_model = lambda: SimpleNamespace(revision=None)
     config = SimpleNamespace(vocab_size=9, hf_eos_token_id={2})
     scheduler, manager = (
         SimpleNamespace(model_config=config, server_args="args"),

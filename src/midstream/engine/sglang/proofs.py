@@ -199,7 +199,7 @@ class SglangProofs:
 
     async def _ask(self, request: GenerateRequest, key: str, *, routes_start: int | None = None) -> Chunk:
         data = protocol.body(request, 0, name=new_name(), salt=key, stream=False, routes_start=routes_start)
-        answer = await self.server.ask(protocol.PATH, data, FIRST_S_MAX)
+        answer = await self.server.ask(protocol.PATH, data, FIRST_S_MAX, ServerRefused)
         try:
             chunk = protocol.read_answer(answer, request.top_logprobs)
         except InvalidAnswer as error:

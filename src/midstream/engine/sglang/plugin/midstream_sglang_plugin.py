@@ -87,7 +87,6 @@ def take_grammars(result: Any, manager: Any, scheduler: Any) -> None:
         tokenizer = get_tokenizer(
             serving.tokenizer_path,
             tokenizer_mode=serving.tokenizer_mode,
-            trust_remote_code=model.trust_remote_code,
             revision=model.revision,
         )
         manager.grammar_backend = create_grammar_backend(
