@@ -8,6 +8,7 @@ import msgspec
 import pytest
 from reports import replica_report
 
+from midstream.core.errors import ReplicaUnavailable
 from midstream.core.reports import PolicyReport, ReplicaReport
 from midstream.core.types import Desired
 from midstream.fleet.known_replica import KnownReplica
@@ -94,6 +95,31 @@ def test_a_drained_replica_is_told_too_as_the_policy_is_not_gone_while_it_has_it
         assert replicas.posted == [("/replica/policy/end", {"policy": "learner", "made": 5.0})]
         drained.hear(replica_report())
         assert not policy.is_held
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_replica_that_cannot_be_told_of_an_end_keeps_no_other_from_it(lost: int) -> None:
+    """A policy that another gateway ended is forgotten here at once, so nobody would tell the others later."""
+
+    class Lossy(Recording):
+        async def post(
+            self, replica: KnownReplica, path: str, body: bytes, expected: int, timeout_s: float | None = None
+        ) -> bytes:
+            if replica is self.members[lost]:
+                raise ReplicaUnavailable(f"{replica.name}: no connection")
+            return await super().post(replica, path, body, expected, timeout_s)
+
+    async def run() -> None:
+        replicas = Lossy()
+        policy = ReplicaSet(replicas, "learner", made=5.0)
+        replicas.set_members([(f"replica-{number}", f"http://127.0.0.1:{1 + number}") for number in range(2)])
+        for replica in replicas.members:
+            replica.hear(report(made=5.0))
+        with pytest.raises(ReplicaUnavailable, match=f"replica-{lost}: no connection"):
+            await policy.send_end(everywhere=True)
+        assert replicas.posted == [("/replica/policy/end", {"policy": "learner", "made": 5.0})]
 
     asyncio.run(run())
 

@@ -282,14 +282,22 @@ class ReplicaSet:
         return any(replica.reports(self._key) for replica in self.facts.known)
 
     async def send_end(self, everywhere: bool = False) -> None:
-        """Tell every replica that still has the policy to forget it. Raises ReplicaUnavailable.
+        """Tell every replica that still has the policy to forget it. Raises ReplicaUnavailable once all others are told.
 
         everywhere: those, too, that have it perhaps since their last report.
         """
         body = msgspec.json.encode(PolicyEnd(policy=self.policy, made=self.made))
-        for replica in self.facts.known:
-            if replica.reports(self._key) or (everywhere and replica.heard is not None):
-                await self.facts.post(replica, "/replica/policy/end", body, 200)
+        told = await asyncio.gather(
+            *(
+                self.facts.post(replica, "/replica/policy/end", body, 200)
+                for replica in self.facts.known
+                if replica.reports(self._key) or (everywhere and replica.heard is not None)
+            ),
+            return_exceptions=True,
+        )
+        for error in told:
+            if isinstance(error, BaseException):
+                raise error
 
     # -- what requests found
 
