@@ -248,6 +248,23 @@ def test_a_machine_that_accepts_no_connection_holds_no_turn_up_for_as_long_as_a_
     asyncio.run(main())
 
 
+def test_a_slow_process_has_its_time_for_the_handshake_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Over TLS a connection is one once the process has answered, and not the kernel alone."""
+    monkeypatch.setattr(earlier, "CONNECT_S", 0.05)
+    monkeypatch.setattr(earlier, "FETCH_S", 0.25)
+
+    async def main() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as accepts:
+            url = f"https://127.0.0.1:{accepts.getsockname()[1]}"
+            async with asyncio.timeout(30), running(tmp_path, FakeEngine("hel")) as here:
+                await continued(here, here, url)
+
+    asyncio.run(main())
+    assert "no connection within 0.25 s" in caplog.text
+
+
 def test_a_session_whose_old_home_is_slow_continues_token_for_token(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -271,7 +288,7 @@ def test_a_session_whose_old_home_is_slow_continues_token_for_token(
             running(folders[1], FakeEngine("lo ")) as new,
         ):
             moving = asyncio.create_task(continued(old, new))
-            await asyncio.to_thread(asked.wait)
+            assert await asyncio.to_thread(asked.wait, 20)
             assert repr(new.replica.earlier) == "EarlierTurns(1 fetched, 0 told)"
             goes_on.set()
             assert "midstream" not in await moving

@@ -84,9 +84,10 @@ class EarlierTurns:
     async def _ask(self, path: str, session: Session, url: str) -> bytes:
         """Raises CallFailed."""
         asked = msgspec.json.encode(SessionsAsked(tenant=session[0], key=session[1]))
-        answer = await call(
-            url, "POST", path, asked, FETCH_S, self._token, connect_s=CONNECT_S, tls=tls_for(url, None)
-        )
+        tls = tls_for(url, None)
+        # The process itself takes part in a TLS connection.
+        connect_s = FETCH_S if tls else CONNECT_S
+        answer = await call(url, "POST", path, asked, FETCH_S, self._token, connect_s=connect_s, tls=tls)
         if answer.status != 200:
             raise CallFailed(answer.message)
         return answer.body
