@@ -272,6 +272,54 @@ def test_a_stream_of_a_new_home_that_another_replica_goes_on_with_brings_no_sess
     run(main)
 
 
+@pytest.mark.parametrize("why", ["its connection breaks", "the new home leaves"])
+def test_a_session_stays_where_another_turn_of_it_was_answered(why: str) -> None:
+    """The old home would not know that turn."""
+
+    async def main() -> None:
+        async with staged(*[respond_ok] * 3) as stage:
+            for at in range(3):
+                hear(stage, at)
+            home = await home_of(stage)
+            new, third = [at for at in range(3) if at != home]
+            hear(stage, third, pace=TurnPace(prefill_tokens_s=300.0))
+            goes, url = asyncio.Event(), stage.views[new].url
+
+            async def answers_the_second(request: Message, peer: Peer) -> None:
+                if "x-midstream-placed" not in request.headers:
+                    peer.respond()
+                    return
+                await goes.wait()
+                peer.abort()
+
+            stage.mocks[home].handler = hands_over(handed())
+            stage.mocks[new].handler = answers_the_second
+            first = asyncio.create_task(stage.ask(post(headers=SESSION)))
+            await stage.mocks[new].asked(1)
+            second = await stage.ask(post(headers=SESSION))
+            assert second.headers["x-midstream-replica"] == f"replica-{new}"
+            if why == "the new home leaves":
+                leave(stage, new, 0.0)
+                stage.gateway.proxy.check_replicas(0.0)
+            else:
+                goes.set()
+            assert (await first).status == 200
+            stage.mocks[home].handler = respond_ok
+            await stage.ask(post(headers=SESSION))
+            if why == "the new home leaves":
+                moved = [
+                    msgspec.json.decode(said, type=Moved).url
+                    for mock in (stage.mocks[home], stage.mocks[third])
+                    for request in mock.requests
+                    if (said := request.headers.get("x-midstream-moved"))
+                ]
+                assert moved == [url]
+            else:
+                assert lives(stage) == f"replica-{new}"
+
+    run(main)
+
+
 def test_all_turns_of_a_session_that_are_handed_over_go_to_one_home() -> None:
     async def main() -> None:
         async with staged(*[respond_ok] * 3) as stage:

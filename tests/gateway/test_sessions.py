@@ -164,6 +164,27 @@ def test_a_session_placed_before_its_replicas_new_boot_was_heard_of_stays_there(
     assert (table.home(("", "b")), table.counts) == ("r2", {"r2": 1}), "it lived nowhere"
 
 
+@pytest.mark.parametrize("goes", ["closed", "evicted", "its home is lost", "a later turn was answered"])
+def test_nothing_is_kept_of_the_move_of_a_session_that_is_gone(goes: str) -> None:
+    table, session = SessionTable(max_sessions=2, clock=lambda: 1.0), ("", "a")
+    table.begin("r1", "boot 1")
+    stamp = table.moved[session] = table.settle(session, "r1")
+    table.answered(session, "r1", stamp)
+    table.answered(session, "r2", None)
+    assert table.moved == {session: stamp}, "no later turn was answered there"
+    if goes == "closed":
+        table.forget(session)
+    elif goes == "evicted":
+        for key in "bc":
+            table.settle(("", key), "r1")
+    elif goes == "its home is lost":
+        table.begin("r1", "boot 2")
+        assert table.home(session) is None
+    else:
+        table.answered(session, "r1", None)
+    assert table.moved == {}
+
+
 def test_a_tenant_is_stable_and_does_not_show_its_key() -> None:
     assert tenant_of("sk-1") == tenant_of("sk-1") != tenant_of("sk-2")
     assert "sk" not in tenant_of("sk-1")

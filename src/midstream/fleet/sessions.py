@@ -190,6 +190,8 @@ class SessionTable:
         self._boots: dict[str, tuple[str, int]] = {}
         # Sessions that live on each replica.
         self.counts: Counter[str] = Counter()
+        #: Session to the stamp by which it moved, unless a later turn was answered at its new home.
+        self.moved: dict[Session, int] = {}
 
     def __len__(self) -> int:
         return len(self._homes)
@@ -210,6 +212,7 @@ class SessionTable:
         # The boot that held the session is gone.
         if number != self._boots.get(replica, _FIRST_BOOT)[1]:
             del self._homes[session]
+            self.moved.pop(session, None)
             return None
         self._homes.move_to_end(session)
         return replica, stamp
@@ -231,13 +234,21 @@ class SessionTable:
         if found is None or replica not in (None, found[0]) or stamp not in (None, found[1]):
             return False
         del self._homes[session]
+        self.moved.pop(session, None)
         self._left(found)
         return True
 
     def not_begun(self, session: Session, replica: str, stamp: int, came_from: str) -> None:
-        """The placing of this stamp on `replica` came to nothing. If the session moved, it lives on where it came from."""
-        if (self.forget(session, replica, stamp) or self.home(session) is None) and came_from:
+        """The placing of this stamp on `replica` came to nothing. If the session moved, it lives on where it came from, unless
+        `replica` has answered a later turn, and is there: nobody else knows that turn."""
+        stays = came_from and self.moved.get(session) != stamp
+        if ((not stays and self.forget(session, replica, stamp)) or self.home(session) is None) and came_from:
             self.settle(session, came_from)
+
+    def answered(self, session: Session | None, replica: str, stamp: int | None) -> None:
+        """A turn is answered on `replica`. stamp: of the placing that brought its session there; 0, None: none did."""
+        if session in self.moved and not stamp and self._homes[session][0] == replica:
+            del self.moved[session]
 
     def settle(self, session: Session, replica: str) -> int:
         """The session lives on `replica` from now on. The stamp of that."""
@@ -262,7 +273,9 @@ class SessionTable:
         self._homes.move_to_end(session)
         self.counts[replica] += 1
         if len(self._homes) > self._max_sessions:
-            self._left(self._homes.popitem(last=False)[1])
+            oldest, home = self._homes.popitem(last=False)
+            self.moved.pop(oldest, None)
+            self._left(home)
 
     def _left(self, home: tuple[str, int, int]) -> None:
         replica = home[0]

@@ -268,6 +268,8 @@ class Proxy:
                 placed.stamp = 0 if stays else deployment.sessions.settle(session, placed.view.name)
                 if home is not None and placed.stamp:
                     self._moves(placed, replicas, home)
+                    if placed.came_from:
+                        deployment.sessions.moved[session] = placed.stamp
         if prompt is not None:
             prefixes.learn(prompt, placed.view.name)
         self._note(placed, session)
@@ -316,7 +318,9 @@ class Proxy:
             if other.stamp:
                 url = home.url if handed.begun else ""
                 other.moved = Moved(url=url, begun=handed.begun, age_s=handed.age_s)
-                other.came_from = home.name if handed.begun else ""
+                if handed.begun:
+                    other.came_from = home.name
+                    deployment.sessions.moved[session] = other.stamp
                 self.metrics.moves[handed.reason] += 1
         self._note(other, session)
         return other

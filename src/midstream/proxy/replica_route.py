@@ -93,8 +93,7 @@ class ReplicaRoute(Route):
     def __init__(self, proxy: Proxy, request: Request, wire: WirePath, in_path: bytes | None = None) -> None:
         """in_path: the session that the path named, of which `request` shows nothing any more."""
         super().__init__(proxy, request)
-        self.path_class = wire.name
-        self.errors = wire.errors
+        self.path_class, self.errors = wire.name, wire.errors
         self._deployment = proxy.deployments.default
         self._asked = ClientAsked()
         self._asked.in_path, self._asked.user_field = in_path, wire.user
@@ -159,13 +158,12 @@ class ReplicaRoute(Route):
         none = ReplicaUnavailable(f"{self._tries.why}no replica can take the request now")
         if not self._deployment.policy:
             return self._failed(none)
-        tried, lost = (
-            (self._tries.replicas, "") if self._rest is None else (frozenset[str](), self._rest.lost)
-        )
+        rest = self._rest
+        tried, lost = (self._tries.replicas, "") if rest is None else (frozenset[str](), rest.lost)
         waits = self._policy_wait.judge(self._deployment, tried, lost)
         if waits is None:
             return self._failed(none)
-        if self._rest is None:
+        if rest is None:
             self._tries.replicas = frozenset()
         return waits
 
@@ -270,12 +268,12 @@ class ReplicaRoute(Route):
     # -- what a replica answers
 
     def head(self, phase: RequestPhase, head: UpstreamHead) -> RequestEvent:
-        replica, status = self._at.replica, head.status
+        at, status = self._at, head.status
         # Nearly all answers need no look at their headers.
         plain = status == 200 and phase is RequestPhase.SENT
         event = RequestEvent.HEAD if plain else refusals.answer(phase, status, head.headers)
-        if replica.failures and event not in refusals.NO_SIGN_OF_LIFE:
-            replica.failures = 0
+        if at.replica.failures and event not in refusals.NO_SIGN_OF_LIFE:
+            at.replica.failures = 0
         if phase is RequestPhase.RESUME_SENT:
             if event is RequestEvent.HEAD and self._rest is not None:
                 self._proxy.metrics.retries["resumed"] += 1
@@ -284,8 +282,11 @@ class ReplicaRoute(Route):
         self._status = status
         if event is not RequestEvent.HEAD:
             self._not_begun()
-        elif status == 200 and self._asked.resumable and RESUMABLE in head.first:
-            self.log = ResumeLog()
+        elif status == 200:
+            if self._deployment.sessions.moved:
+                self._deployment.sessions.answered(self._asked.session, at.view.name, at.chosen.stamp)
+            if self._asked.resumable and RESUMABLE in head.first:
+                self.log = ResumeLog()
         return event
 
     def held(self, phase: RequestPhase, refusal: RequestEvent, head: UpstreamHead) -> Judgement:
@@ -482,9 +483,8 @@ class ReplicaRoute(Route):
         beside = [route.losses for route in routes if route is not self and route.losses is not None]
         if self.losses is None:
             self.losses = Losses(proxy.suspects, self.caller.tenant, self._request)
-        return self.losses.add(
-            ReplicaBoot(view.name, self._at.boot), beside, begun=phase in ANSWERED, obvious=obvious
-        )
+        lost = ReplicaBoot(view.name, self._at.boot)
+        return self.losses.add(lost, beside, begun=phase in ANSWERED, obvious=obvious)
 
     # -- inside
 
