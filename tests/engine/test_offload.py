@@ -374,3 +374,16 @@ def test_a_tier_of_less_than_a_block_and_a_folder_without_room_are_refused(
         EngineCore(tiny_model(), told, tmp_path / "nowhere")
     EngineCore(tiny_model(), told, tmp_path)
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("size", "to"),
+    [("100000000GiB", "memory"), ("99999999999999GiB", "memory"), ("99999999999999GiB", "disk")],
+)
+def test_a_tier_that_no_machine_has_memory_for_is_refused_by_name(
+    tiny_model: Callable[..., Path], tmp_path: Path, size: str, to: Any
+) -> None:
+    told = EngineSettings(kv_cache_tokens=160, kv_offload_memory=size, kv_offload_to=to)
+    with pytest.raises(ConfigError, match=r"kv_offload_memory: \d+ bytes"):
+        EngineCore(tiny_model(), told, tmp_path)
+    assert os.listdir(tmp_path) == []

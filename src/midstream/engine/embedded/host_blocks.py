@@ -55,9 +55,8 @@ class HostBlocks:
             raise ConfigError(
                 f"{SETTING} {settings.kv_offload_memory}: a block of the KV cache has {size} bytes"
             )
-        memory = (
-            _file(total * size, folder) if settings.kv_offload_to == "disk" else mmap.mmap(-1, total * size)
-        )
+        on_disk = settings.kv_offload_to == "disk"
+        memory = _memory(total * size, (folder or Path(tempfile.gettempdir())) if on_disk else None)
         return HostBlocks(planes, torch.frombuffer(memory, dtype=torch.uint8), settings.block_size)
 
     def offload(self, scores: ScoreStore, provenance: Provenance) -> Offload:
@@ -101,15 +100,20 @@ def kv_books(
     return BlockPool(blocks, size, offload), scores, provenance
 
 
-def _file(size: int, folder: Path | None) -> mmap.mmap:
-    """Memory in a file. Raises ConfigError where there is no room for it."""
+def _memory(size: int, folder: Path | None) -> mmap.mmap:
+    """In a file there; None: in memory. Raises ConfigError where there is no room for it."""
     try:
-        with tempfile.TemporaryFile(dir=folder) as file:
-            if hasattr(os, "posix_fallocate"):
-                # A page without room would end the process when it is written.
-                os.posix_fallocate(file.fileno(), 0, size)
-            else:
-                file.truncate(size)
-            return mmap.mmap(file.fileno(), size)
-    except OSError as error:
-        raise ConfigError(f"{SETTING}: {size} bytes in {folder}: {error.strerror}") from error
+        return mmap.mmap(-1, size) if folder is None else _file(size, folder)
+    except (OSError, OverflowError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"{SETTING}: {size} bytes in {folder or 'memory'}: {reason}") from error
+
+
+def _file(size: int, folder: Path) -> mmap.mmap:
+    with tempfile.TemporaryFile(dir=folder) as file:
+        if hasattr(os, "posix_fallocate"):
+            # A page without room would end the process when it is written.
+            os.posix_fallocate(file.fileno(), 0, size)
+        else:
+            file.truncate(size)
+        return mmap.mmap(file.fileno(), size)
