@@ -182,6 +182,28 @@ def test_what_goes_while_it_is_waited_for_is_computed() -> None:
     bed.check()
 
 
+def test_copies_that_become_slow_hold_a_step_up_for_few_blocks() -> None:
+    bed = Bed(120, 120)
+    bed.turn("long", prompt_of(0, 400))
+    bed.turn("", prompt_of(1, 440))
+    price = bed.offload.price
+    price.computed(1000, 1.0)
+    for _ in range(50):
+        price.copied(BLOCK, 1e-6)
+
+    def cold(source: int, target: int) -> None:
+        if source > bed.pool.total:
+            price.copied(BLOCK, 0.1)
+
+    # By what was measured, a step may copy all.
+    bed.offload.move = cold
+    again = bed.begin("long", prompt_of(0, 401))
+    bed.step()
+    assert 0 < bed.offload.restored < 10
+    bed.scheduler.remove(again)
+    bed.check()
+
+
 def test_a_copy_that_costs_more_than_computing_is_seldom_made() -> None:
     price = CopyPrice()
     assert price.worth()

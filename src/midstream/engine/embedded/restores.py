@@ -39,10 +39,10 @@ def pin(pool: BlockPool, places: list[Prefix], *, pinned: bool = True) -> None:
 
 def restore(pool: BlockPool, seq: Restoring, budget: int) -> int:
     """Copy back what the budget of prompt tokens pays for, and return how much of it that took. All is there once `ahead` is
-    empty."""
+    empty. Each block is paid at the price that its own copy has changed: a file may lie on the disk from here on."""
     offload = pool.offload
     assert offload is not None
-    cost, left = pool.block_size * offload.price.share, float(budget)
+    left = float(budget)
     while seq.ahead and left > 0:
         prefix, own = seq.ahead.pop(), seq.blocks[len(seq.path)]
         if not prefix.kept:
@@ -51,7 +51,7 @@ def restore(pool: BlockPool, seq: Restoring, budget: int) -> int:
             break
         if pool.offloaded(prefix):
             pool.restore(prefix, own)
-            left -= cost
+            left -= pool.block_size * offload.price.share
         else:
             pool.retain(prefix.block)
             seq.blocks[len(seq.path)] = prefix.block
