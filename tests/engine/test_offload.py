@@ -28,7 +28,7 @@ from midstream.core.types import GenerateRequest
 from midstream.engine.embedded.blocks import BlockPool
 from midstream.engine.embedded.core import EngineCore
 from midstream.engine.embedded.engine import EmbeddedEngine
-from midstream.engine.embedded.offload import RETRY, SHARE_MIN, CopyPrice, Offload
+from midstream.engine.embedded.offload import MEASURED, RETRY, SHARE_MIN, CopyPrice, Offload
 from midstream.engine.embedded.scheduler import Scheduler
 from midstream.replica.namespaces import Namespaces, cache_salt
 
@@ -200,6 +200,21 @@ def test_copies_that_become_slow_hold_a_step_up_for_few_blocks() -> None:
     again = bed.begin("long", prompt_of(0, 401))
     bed.step()
     assert 0 < bed.offload.restored < 10
+    bed.scheduler.remove(again)
+    bed.check()
+
+
+def test_a_copy_that_is_made_to_measure_again_is_short() -> None:
+    bed = Bed(120, 120)
+    bed.turn("long", prompt_of(0, 400))
+    bed.turn("", prompt_of(1, 440))
+    bed.offload.price.computed(4, 1.0)
+    bed.offload.price.copied(4, 20.0)
+    bed.offload.price._refused = RETRY - 1
+    again = bed.begin("long", prompt_of(0, 401))
+    while again.generated == 0:
+        bed.step()
+    assert 0 < bed.offload.restored <= MEASURED
     bed.scheduler.remove(again)
     bed.check()
 

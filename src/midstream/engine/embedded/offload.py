@@ -17,6 +17,8 @@ from collections.abc import Callable, Sequence
 FADING = 0.9
 #: Of the occasions on which copying seems dearer than computing, one in so many is taken to measure again.
 RETRY = 32
+#: Blocks that are copied on such an occasion. `FADING` forgets most of what was before them.
+MEASURED = 16
 #: A copied token costs at least this share of a computed one, so a step has a bound on the tokens that it copies.
 SHARE_MIN = 1 / 64
 

@@ -10,6 +10,7 @@ import math
 from typing import Protocol
 
 from midstream.engine.embedded.blocks import BlockPool, Prefix
+from midstream.engine.embedded.offload import MEASURED
 
 
 class Restoring(Protocol):
@@ -21,13 +22,15 @@ class Restoring(Protocol):
 
 
 def split(pool: BlockPool, chain: list[Prefix]) -> tuple[list[Prefix], list[Prefix]]:
-    """Of a chain, what can be read at once, and behind it what has to be copied back first, if that is worth it."""
+    """Of a chain, what can be read at once, and behind it what has to be copied back first, if that is worth it. To measure
+    again what seems too dear, a little of it will do."""
     offload = pool.offload
     if offload is None:
         return chain, []
     first = next((at for at, prefix in enumerate(chain) if pool.offloaded(prefix)), len(chain))
-    worth = first < len(chain) and offload.price.worth()
-    return chain[:first], chain[first:] if worth else []
+    if first == len(chain) or not offload.price.worth():
+        return chain[:first], []
+    return chain[:first], chain[first:] if offload.price.share <= 1.0 else chain[first : first + MEASURED]
 
 
 def pin(pool: BlockPool, places: list[Prefix], *, pinned: bool = True) -> None:
