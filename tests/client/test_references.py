@@ -144,6 +144,16 @@ def test_gaps_that_are_no_route_are_refused(tmp_path: Path) -> None:
     fails(tmp_path, with_gaps(tmp_path, [250, 6]), "route_gaps: gaps of experts add up to more than 255")
 
 
+def test_more_gaps_than_there_can_be_experts_are_refused(tmp_path: Path) -> None:
+    """Of a few rows that compress to nothing they would keep the reader busy for minutes."""
+    table = columns(COUNT)
+    del table["route"]
+    table["route_gaps"] = pa.array([bytes(257)] * COUNT, pa.binary(257))
+    about = msgspec.structs.replace(about_of(COUNT), route_shape=(1, 257))
+    reference = put(tmp_path, file_of(table, msgspec.json.encode(about)))
+    fails(tmp_path, reference, "route_gaps: 257 experts, and their numbers tell 256 apart")
+
+
 @pytest.mark.parametrize(
     ("change", "match"),
     [

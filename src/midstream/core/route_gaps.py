@@ -31,7 +31,10 @@ def gaps_of(routes: Numbers) -> Numbers:
 
 
 def routes_of(gaps: Numbers) -> Numbers:
-    """Raises ValueError for gaps of no route: a sum that the type of its numbers cannot hold."""
+    """Raises ValueError for gaps of no route: a sum, or more experts, than the type of its numbers has."""
+    distinct = int(np.iinfo(gaps.dtype).max) + 1
+    if gaps.shape[-1] > distinct:
+        raise ValueError(f"{gaps.shape[-1]} experts, and their numbers tell {distinct} apart")
     routes = gaps.copy()
     for place in range(1, gaps.shape[-1]):
         routes[..., place] += routes[..., place - 1]
