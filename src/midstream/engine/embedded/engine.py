@@ -93,9 +93,9 @@ class _PolicySlot(Slot):
 
 
 class EmbeddedEngine(Engine):
-    proves_staged = True
-
     """folder: see EngineCore."""
+
+    proves_staged = True
 
     def __init__(self, model_dir: Path, settings: EngineSettings, folder: Path | None = None) -> None:
         self._own = _PolicySlot("", self._call, self._send)
