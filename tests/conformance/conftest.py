@@ -37,8 +37,11 @@ def checkpoint(tiny_model: Callable[..., Path]) -> Path:
 def server(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path) -> Iterator[Server]:
     place = tmp_path_factory.mktemp("served")
     config = place / "midstream.toml"
-    # Rows need both replicas; one that is not scheduled for a while must not be lost.
-    config.write_text(f'[gateway]\napi_keys = ["{API_KEY}"]\nreplica_silence_s = 60\n')
+    # Rows need both replicas; one that is not scheduled for a while must not be lost. Their prompts come to about 65,000
+    # tokens, and no row may depend on what a full cache evicts.
+    config.write_text(
+        f'[gateway]\napi_keys = ["{API_KEY}"]\nreplica_silence_s = 60\n[embedded]\nkv_cache_tokens = 262144\n'
+    )
     options = ("--model", str(checkpoint), "--config", str(config), "--no-tinker")
     with serve(place / "state", *options) as running:
         yield running
