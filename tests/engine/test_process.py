@@ -99,7 +99,7 @@ def test_an_engine_whose_socket_breaks_says_so_in_one_line_at_most(
             text=True,
         )
     with process, ours:
-        ours.sendall(frame(m.Start(str(tiny_model()), EngineSettings(kv_cache_tokens=8192))))
+        ours.sendall(frame(m.Start(str(tiny_model()), EngineSettings(kv_cache_tokens=8192), None)))
         arrived = b""
         frames = Frames(m.reply_decoder)
         while not any(isinstance(reply, m.Ready) for reply in frames.feed(arrived)):

@@ -16,11 +16,11 @@ import msgspec
 import numpy as np
 
 from midstream.engine.embedded.protocol import reply_decoder
-from midstream.engine.servers.chunks import EventReader, InvalidAnswer
+from midstream.engine.servers.chunks import EventReader, InvalidAnswer, error_of
 from midstream.engine.servers.model import Shape
 from midstream.engine.servers.routes import InvalidRoutes
 from midstream.engine.sglang import protocol as sglang
-from midstream.engine.vllm.protocol import ChunkReader, error_of, prompt_records, read_answer
+from midstream.engine.vllm.protocol import ChunkReader, prompt_records, read_answer
 from midstream.engine.vllm.routes import decode_routes
 from midstream.http.ipc import Frames, frame
 from midstream_tinker.samples import CheckedSample, sampled
@@ -65,7 +65,7 @@ def run_answer(data: bytes) -> None:
     outcome(InvalidAnswer, lambda: sglang.read_answer(body, top or 0))
     records, _ = outcome(InvalidAnswer, lambda: sglang.prompt_records(body, PROMPT, 2, 2, "s", 300))
     check(records is None or [r.token_id for r in records] == [6, 7], "records of another prompt", records)
-    said = error_of(400, body)
+    said = error_of("vLLM", 400, body)
     check(said.isprintable() and len(said) < 1100, "an error that is no line", said)
 
 
