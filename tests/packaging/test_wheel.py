@@ -104,7 +104,8 @@ def test_the_sdist_has_the_package_and_what_builds_it(sdist: Path, tracked: set[
 
 def test_the_wheel_has_the_package_and_every_level_of_its_machine(wheel: Path, tracked: set[str]) -> None:
     with zipfile.ZipFile(wheel) as archive:
-        files = {name for name in archive.namelist() if ".dist-info/" not in name and not name.endswith("/")}
+        own = f"midstream-{__version__}.dist-info/"
+        files = {name for name in archive.namelist() if not name.startswith(own) and not name.endswith("/")}
         manifest = json.loads(archive.read(f"{KERNELS}/libraries/manifest.json"))
         metadata = archive.read(f"midstream-{__version__}.dist-info/METADATA").decode()
         assert f"midstream-{__version__}.dist-info/licenses/LICENSE" in archive.namelist()
