@@ -2,7 +2,7 @@
 
 Owns: the processor levels, the compiler's flags, and the manifest beside the libraries.
 Always holds:
-- A library is used only when it was compiled from the very source that is installed beside it, and is undamaged.
+- A library is used only when it was compiled from exactly the source that is installed beside it, and is undamaged.
 - Of the libraries that this processor can run, the first of `LEVELS` is used.
 - `MIDSTREAM_KERNELS_LEVEL` names another level than the fastest one. It is used, or nothing is.
 - This file imports the standard library alone: setup.py runs it by its path to compile a wheel's libraries.

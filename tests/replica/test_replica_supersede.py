@@ -467,7 +467,7 @@ def test_a_check_that_waits_behind_other_requests_says_nothing_of_the_weights_an
         monkeypatch.setattr(driver_module, "CHECK_S_MAX", 0.0)
         engine.check_gate.clear()
         replica.desire(wanted("v1", 1))
-        await until(replica, lambda: caplog.text.count("it begins anew") >= 2)
+        await until(replica, lambda: caplog.text.count("it begins again") >= 2)
         assert replica.report().own.stage is Stage.CHECKING
         monkeypatch.setattr(driver_module, "CHECK_S_MAX", usual)
         engine.check_gate.set()

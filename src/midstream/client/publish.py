@@ -4,7 +4,7 @@ the tensors straight to the replicas.
 Always holds, for files:
 - Files are in the bucket before the signal that names them. The parent of the next delta is remembered only after the server
   took the signal. So a trainer may die at any step, and the next publisher continues by itself.
-- A delta is sent only when the server says that it stands on the very snapshot kept here. In doubt a full one is sent.
+- A delta is sent only when the server says that it stands on exactly the snapshot kept here. In doubt a full one is sent.
 - After a snapshot failed to load, the next one is full.
 """
 

@@ -388,7 +388,7 @@ class SwapTiming(msgspec.Struct, frozen=True, kw_only=True):
 
     pause_ms: from the end of the last step before the switch until the switch, when sequences were running.
     generation: of the target that it was for.
-    same_weights_as: the snapshot that served before, if its check found the very same weights; else empty.
+    same_weights_as: the snapshot that served before, if its check found exactly the same weights; else empty.
     """
 
     snapshot: str

@@ -7,7 +7,7 @@ Always holds:
 - One snapshot of a deployment is wanted at a time: one whose signal came when its chain was long.
 - The identity and its own files stay what they are. What stands on the snapshot, or fetches it, begins with the whole files.
 - A signal on a full chain is refused for good only where no whole files of that chain can come any more.
-- Whole files stand for the very links that they were made from, and for no others that come to have the same name.
+- Whole files stand for exactly the links that they were made from, and for no others that come to have the same name.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def want(db: sa.Connection, key: int, chain: Sequence[SnapshotFiles], after: int
         "reason": newest.reason if failed else "",
     }
     same = (rebases.c.deployment_id == key) & (rebases.c.lineage == this["lineage"])
-    # One that was given up is wanted anew.
+    # One that was given up is wanted again.
     db.execute(rebases.delete().where(same & (rebases.c.kept == "given up")))
     insert_new(db, rebases, {**this, **values})
 

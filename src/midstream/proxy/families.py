@@ -213,7 +213,7 @@ _STAGES = {
 SWAPS: dict[str, Family] = {
     "midstream_swaps": Family(
         "counter",
-        "swaps that ended; unchanged: ready, with the very weights of the snapshot before; superseded: given up for a newer "
+        "swaps that ended; unchanged: ready, with exactly the weights of the snapshot before; superseded: given up for a newer "
         "snapshot; stopped: engine or policy ended",
         ("replica", "outcome"),
     ),

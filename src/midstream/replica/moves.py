@@ -161,7 +161,7 @@ class Moves:
             self._came.popitem(last=False)
 
     def over(self, session: Session) -> None:
-        """The session is over: one of its name begins anew."""
+        """The session is over: one of its name begins again."""
         self._came.pop(session, None)
 
     def ended(

@@ -19,15 +19,15 @@ from midstream_conformance.checks.wires import (
     Order,
     answer_of,
     apart,
-    check_goes_on,
+    check_continues,
     check_labels,
     check_order,
-    check_told,
+    check_tokens,
     events_of,
     names,
     own_of,
     question,
-    told_by,
+    tokens_of,
 )
 from midstream_conformance.endpoint import NO_KEY, TRAJECTORY_HEADER, error_of, refusal
 from midstream_conformance.outcome import Skipped, expect
@@ -363,11 +363,11 @@ async def labels(session: Session) -> Evidence:
 async def records(session: Session) -> Evidence:
     asked = question(session)
     plain, found = await plain_and_streamed(session, asked, **RECORDS)
-    told = told_by([plain])
+    told = tokens_of([plain])
     counts = [prompt_tokens(plain["usage"]), plain["usage"]["output_tokens"]]
     expect(counts == [len(told.prompt), len(told.ids)], "usage does not count the tokens",
            usage=plain["usage"], prompt=len(told.prompt), tokens=len(told.ids))  # fmt: skip
-    return await check_told(session, told, told_by(found), asked)
+    return await check_tokens(session, told, tokens_of(found), asked)
 
 
 @row(
@@ -381,11 +381,11 @@ async def turns(session: Session) -> Evidence:
     asked, again, last = (question(session) for _ in range(3))
     first = await ask(session, said(asked), headers, **RECORDS)
     second = await ask(session, said(asked, first["content"], again), headers, **RECORDS)
-    kept = check_goes_on(told_by([first]), [second])
+    kept = check_continues(tokens_of([first]), [second])
     history = said(asked, first["content"], again, second["content"], last)
     body = {**GREEDY, "messages": history, **RECORDS}
     third = await events_of(session, PATH, body, {**VERSION, **headers})
-    kept += check_goes_on(told_by([second]), third)
+    kept += check_continues(tokens_of([second]), third)
     edited = said(asked, text_of(first) + " And more.", again)
     branch = own_of(await ask(session, edited, headers, **RECORDS)).get("branch") or {}
     expect(branch.get("why") == "edited", "an edited answer is no branch", branch=branch)

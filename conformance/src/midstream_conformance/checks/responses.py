@@ -19,15 +19,15 @@ from midstream_conformance.checks.wires import (
     answer_of,
     apart,
     body_of,
-    check_goes_on,
+    check_continues,
     check_labels,
     check_order,
-    check_told,
+    check_tokens,
     events_of,
     names,
     own_of,
     question,
-    told_by,
+    tokens_of,
 )
 from midstream_conformance.endpoint import NO_KEY, TRAJECTORY_HEADER, error_of, refusal
 from midstream_conformance.outcome import expect
@@ -352,11 +352,11 @@ async def labels(session: Session) -> Evidence:
 async def records(session: Session) -> Evidence:
     given = question(session)
     plain, found = await plain_and_streamed(session, given, **RECORDS)
-    told, usage = told_by([plain]), plain["usage"]
+    told, usage = tokens_of([plain]), plain["usage"]
     counts = [usage["input_tokens"], usage["output_tokens"]]
     expect(counts == [len(told.prompt), len(told.ids)], "usage does not count the tokens",
            usage=usage, prompt=len(told.prompt), tokens=len(told.ids))  # fmt: skip
-    return await check_told(session, told, told_by([found[0]["response"], *found]), given)
+    return await check_tokens(session, told, tokens_of([found[0]["response"], *found]), given)
 
 
 @row(
@@ -368,10 +368,10 @@ async def records(session: Session) -> Evidence:
 async def previous(session: Session) -> Evidence:
     first = await ask(session, question(session), **RECORDS)
     second = await ask(session, question(session), previous_response_id=first["id"], **RECORDS)
-    kept = check_goes_on(told_by([first]), [second])
+    kept = check_continues(tokens_of([first]), [second])
     body = {**GREEDY, "input": question(session), "previous_response_id": second["id"], **RECORDS}
     third = await events_of(session, PATH, body)
-    kept += check_goes_on(told_by([second]), [third[0]["response"], *third])
+    kept += check_continues(tokens_of([second]), [third[0]["response"], *third])
     return {"exact_tokens": kept}
 
 
@@ -386,7 +386,7 @@ async def turns(session: Session) -> Evidence:
     asked, again = user(question(session)), user(question(session))
     first = await ask(session, [asked], headers, **RECORDS)
     second = await ask(session, [asked, *first["output"], again], headers, **RECORDS)
-    kept = check_goes_on(told_by([first]), [second])
+    kept = check_continues(tokens_of([first]), [second])
     edited = {"role": "assistant", "content": text_of(first) + " And more."}
     branch = own_of(await ask(session, [asked, edited, again], headers, **RECORDS)).get("branch") or {}
     expect(branch.get("why") == "edited", "an edited answer is no branch", branch=branch)

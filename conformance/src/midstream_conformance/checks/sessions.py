@@ -133,7 +133,7 @@ async def conflict(session: Session) -> Evidence:
 
 @row(
     "sessions.exact",
-    "Each turn of a chat begins with the very tokens of the turn before it, as they were sampled",
+    "Each turn of a chat begins with exactly the tokens of the turn before it, as they were sampled",
     f"{EXACT}: What continues a turn",
     OWN,
 )

@@ -118,7 +118,7 @@ def check_order(order: Order, events: Iterable[Json]) -> None:
 
 
 @dataclass(frozen=True)
-class Told:
+class AnswerTokens:
     """Token records of one answer, plain or joined over a stream. logprobs: nats, of `ids`."""
 
     prompt: list[int]
@@ -136,7 +136,7 @@ def own_of(holder: Mapping[str, Any]) -> Json:
     return found if isinstance(found, dict) else {}
 
 
-def told_by(holders: Iterable[Mapping[str, Any]]) -> Told:
+def tokens_of(holders: Iterable[Mapping[str, Any]]) -> AnswerTokens:
     """Raises Failed when no holder has the prompt's ids, or when log-probabilities are of other tokens than `token_ids`."""
     prompt: list[int] | None = None
     ids: list[int] = []
@@ -148,10 +148,10 @@ def told_by(holders: Iterable[Mapping[str, Any]]) -> Told:
     expect(prompt, "midstream.prompt_token_ids is not there")
     scored = [entry["token_id"] for entry in entries]
     expect(ids and scored == ids, "midstream.logprobs are not of midstream.token_ids", ids=ids, scored=scored)
-    return Told(list(prompt or ()), ids, [float(entry["logprob"]) for entry in entries])
+    return AnswerTokens(list(prompt or ()), ids, [float(entry["logprob"]) for entry in entries])
 
 
-async def check_told(session: Session, plain: Told, streamed: Told, asked: str) -> Json:
+async def check_tokens(session: Session, plain: AnswerTokens, streamed: AnswerTokens, asked: str) -> Json:
     """Raises Failed unless a stream's records are those of the plain greedy answer to the question `asked`, the prompt is the
     one of a chat completion, and a score of the tokens gives the same log-probabilities, where the engine can score.
     """
@@ -169,13 +169,13 @@ async def check_told(session: Session, plain: Told, streamed: Told, asked: str) 
     return {"tokens": len(plain.ids), **apart_by}
 
 
-def check_goes_on(before: Told, after: Sequence[Mapping[str, Any]]) -> int:
+def check_continues(before: AnswerTokens, after: Sequence[Mapping[str, Any]]) -> int:
     """How many tokens the answer whose body or events `after` is has of the turn before. Raises Failed unless its prompt begins
     with all of them, and unless it is no branch.
     """
     branches = [own["branch"] for own in map(own_of, after) if "branch" in own]
     expect(not branches, "the turn is a branch", branch=branches)
-    prompt = told_by(after).prompt
+    prompt = tokens_of(after).prompt
     same = next((i for i, (a, b) in enumerate(zip(before.tokens, prompt, strict=False)) if a != b), None)
     begun = prompt[: len(before.tokens)] == before.tokens
     expect(begun, "the prompt does not begin with the tokens of the turn before",

@@ -4,7 +4,7 @@ Owns the block table of one engine: reference counts, the tree of cached prefixe
 tensors live in the model's cache (model_runner.py) and are addressed by slot = block * block_size + offset.
 
 The KV at a position depends on the weights that computed it and on all KV before it. So a cached block is a place in a tree
-(`Prefix`): below the very block that it was computed on, under its tokens and the epoch that computed each of them. Tokens
+(`Prefix`): below exactly the block that it was computed on, under its tokens and the epoch that computed each of them. Tokens
 that were computed under several weights have several places side by side.
 
 Always holds:

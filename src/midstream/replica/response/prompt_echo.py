@@ -1,6 +1,6 @@
 """The prompt in a response: how many of its tokens are shown or scored, the tokens, and their records. Pure.
 
-Always holds: a record is of the very token of the prompt. Where routes were asked for, only the first token's has none.
+Always holds: a record is of exactly the token of the prompt. Where routes were asked for, only the first token's has none.
 """
 
 from __future__ import annotations

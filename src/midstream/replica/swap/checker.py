@@ -118,7 +118,7 @@ class Checker:
 
 
 def same_weights(found: SnapshotCheck, before: SnapshotCheck | None) -> str:
-    """The snapshot of `before`, if both checks found the very same weights under two names; else empty.
+    """The snapshot of `before`, if both checks found exactly the same weights under two names; else empty.
 
     Where a digest lacks, equal log-probabilities of the whole canary stand for it.
     """

@@ -461,7 +461,7 @@ class SwapDriver:
 
         An engine that proves weights before they serve computes the check before all else, so one that is late has failed.
         Elsewhere a check waits behind other requests, and a pause may begin in it. That says nothing of the weights: the check
-        begins anew. An engine that hangs is noticed by its own watch.
+        begins again. An engine that hangs is noticed by its own watch.
         """
         assert self.info is not None
         while True:
@@ -474,7 +474,7 @@ class SwapDriver:
                 late = f"its check did not end within {CHECK_S_MAX:g} s"
                 if self._engine.proves_staged:
                     raise NotSound(late) from None
-                log.warning("%s: %s; it begins anew", _called(desired), late)
+                log.warning("%s: %s; it begins again", _called(desired), late)
                 await self._engine.until_computing()
 
     async def _release(self) -> None:

@@ -119,7 +119,7 @@ class TaggedParser:
         return self._call() if verdict else self._not_a_call()
 
     def _outside(self, end: int, final: bool = False) -> Item:
-        """The text up to `end`; at the very end, whitespace after a call is no text."""
+        """The text up to `end`; at the end, whitespace after a call is no text."""
         raw, self._held = self._held[:end], self._held[end:]
         shown = not (final and self._after_call and not raw.strip(SPACE))
         self._after_call = self._after_call and not shown

@@ -62,7 +62,7 @@ def say_raw(
 
 
 def count(result: Any, penalizer: Any) -> None:
-    """What a retracted request has generated. SGLang begins to count anew when it computes it again."""
+    """What a retracted request has generated. SGLang begins to count again when it computes it again."""
     for row, request in enumerate(penalizer.orchestrator.reqs()):
         for token in request.output_ids:
             penalizer.cumulated_frequency_penalties[row, token] += request.sampling_params.frequency_penalty

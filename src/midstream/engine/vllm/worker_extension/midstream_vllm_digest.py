@@ -70,7 +70,7 @@ class WeightsDigest:
         self._on_cpu = True
         weight, outputs, inputs = layer.weight, _size(layer, "output"), _size(layer, "input")
         self._name(name, weight.dtype, outputs, inputs)
-        # Of all calls. For each number of rows the kernel is prepared anew.
+        # Of all calls. For each number of rows the kernel is prepared again.
         rows = max(ROWS_MIN, min(ROWS_MAX, PRODUCTS // (inputs * outputs)))
         for first in range(0, inputs, rows):
             count = min(rows, inputs - first)

@@ -256,7 +256,7 @@ class _Twin:
         own = {}
         for name, buffer in live._buffers.items():
             if buffer is not None and buffer.numel() and plans.address(buffer) in parameters:
-                # vLLM makes other names for the storage of a parameter anew.
+                # vLLM makes other names for the storage of a parameter each time.
                 continue
             table = (
                 name in live._non_persistent_buffers_set
