@@ -101,16 +101,26 @@ class Died(Exception):
 
 @dataclass
 class Member:
-    """A trainer's place in a group. port: of its store."""
+    """A trainer's place in a group. port: of its store. since: when it began to join."""
 
     port: int
     group: Group
     packed: bool
+    since: float
+
+
+def more_than(ready: Sequence[tuple[float, int]], members: int, since: float, now: float) -> bool:
+    """Whether there were clearly more replicas than a group's members, lately and since the group was formed. ready: how many
+    there were, by the time at which that was seen. A count of before the group may be of replicas that have left meanwhile.
+    """
+    lately = [(at, count) for at, count in ready if at >= now - SEEN_S]
+    seen = len(lately) >= SEEN and lately[-1][0] > since
+    return seen and min(count for _, count in lately) > members
 
 
 class PushTrainer:
-    """limits: of the calls, in seconds. slack_s(begun): how long the server could not answer since then. joined(size): whether
-    there are more replicas than a group of that size has. kill(name): a process whose name begins so is killed."""
+    """limits: of the calls, in seconds. slack_s(begun): how long the server could not answer since then. joined(member):
+    whether there are more replicas than its group has. kill(name): a process whose name begins so is killed."""
 
     def __init__(
         self,
@@ -124,7 +134,7 @@ class PushTrainer:
         seed: int,
         say: Callable[[str], None],
         slack_s: Callable[[float], float],
-        joined: Callable[[int], bool],
+        joined: Callable[[Member], bool],
         kill: Callable[[str], None],
         strikes: Strikes | None,
     ) -> None:
@@ -228,7 +238,8 @@ class PushTrainer:
         key = f"key{self._rng.randrange(10**9)}"
         port = self._world.receivers.open_store()
         store = self._world.receivers.stores[port]
-        member = self._member = Member(port, store.group(f"{STORE_PREFIX}/{key}", size), plan.value["packed"])
+        group = store.group(f"{STORE_PREFIX}/{key}", size)
+        member = self._member = Member(port, group, plan.value["packed"], self._world.now)
         info = {
             "master_address": "127.0.0.1",
             "master_port": port,
@@ -256,7 +267,7 @@ class PushTrainer:
 
     async def _start(self, plan: _Plan) -> bool:
         assert self._member is not None
-        joined = self._joined(self._member.group.size)
+        joined = self._joined(self._member)
         answer = await self._call(plan, "start", "POST", START, {}, self._limits.update_s)
         if answer.status == 200 and joined:
             raise Wrong(f"{START} is answered {answer}, and a replica joined before")
@@ -549,11 +560,12 @@ class Pushes:
     def _slack_s(self, begun: float) -> float:
         return sum(seconds for at, seconds in self.pauses if at + seconds >= begun)
 
-    def _joined(self, size: int) -> bool:
-        """Whether there were clearly more replicas than a group of this size has, for a while, in good weather."""
-        since = self._world.now - SEEN_S
-        lately = [count for at, count in self.ready if at >= since]
-        return len(lately) >= SEEN and min(lately) > size - 1 and not self._slack_s(since)
+    def _joined(self, member: Member) -> bool:
+        """Whether there were clearly more replicas than its group has, for a while, in good weather."""
+        now = self._world.now
+        return more_than(self.ready, member.group.size - 1, member.since, now) and not self._slack_s(
+            now - SEEN_S
+        )
 
     async def befall(self, kind: str, value: dict[str, Any]) -> None:
         if kind == "push":

@@ -52,6 +52,8 @@ FOUND = {
     1107: "forks of each other",
     # A target that a stalled gateway had sent before came behind the newer one of another gateway, and was loaded.
     5746: "an older target comes late",
+    # The simulation's own fault: a replica that had left before a group was formed passed for one that joined after it.
+    40170: "left before the group was formed",
 }
 #: Likewise of `--pushes`.
 FOUND_IN_PUSHES = {
