@@ -13,9 +13,10 @@ from tiers import examples
 
 from midstream.core.kv import KvStats
 from midstream.core.types import GenerateRequest, SamplingParams
-from midstream.engine.claims import BRANCHES_MAX, SPARE, Claims, Return, SessionClaim
+from midstream.engine.claims import BRANCHES_MAX, SPARE, Claims, Return, SaltParts, SessionClaim
 from midstream.engine.embedded.blocks import HISTORIES_MAX, BlockPool, Prefix
 from midstream.engine.embedded.scheduler import Scheduler, Sequence
+from midstream.replica.namespaces import cache_salt
 
 BLOCK = 4
 
@@ -208,12 +209,28 @@ def test_a_history_that_was_rewritten_gives_way_before_the_new_one() -> None:
 
 
 def test_what_a_session_had_under_a_namespace_before_is_free_at_its_next_turn() -> None:
-    bed = Bed(12)
-    bed.turn("s", prompt_of(0, 32), kept_s=1e9)
-    assert bed.turn("s", prompt_of(0, 16), salt=b"behind a swap") == 16
-    # Five blocks of the new namespace, and the seven others are free or loose.
+    bed = Bed(14)
+    bed.turn("s", prompt_of(0, 32), salt=cache_salt(0, "", "", "m"), kept_s=1e9)
+    # Of an agent beside it, which has its own key.
+    bed.turn("s", prompt_of(0, 8), salt=cache_salt(0, "", "other", "m"), kept_s=1e9)
+    assert bed.turn("s", prompt_of(0, 16), salt=cache_salt(1, "", "", "m")) == 16
+    # Four blocks of the new namespace and two of the other key. The eight others are free or loose.
     kv = bed.kv()
-    assert (kv.held, kv.missing, kv.evicted_tokens) == (4, 0, 0)
+    assert (kv.held, kv.missing, kv.evicted_tokens) == (6, 0, 0)
+
+
+@pytest.mark.parametrize("parts", [("", "key", "m"), ("", "", "a policy")], ids=["isolation key", "policy"])
+def test_a_session_that_alternates_keeps_what_it_has_under_each_salt(parts: tuple[str, str, str]) -> None:
+    """The cache is full: what a claim gives up is evicted at once, before what no session has."""
+    bed = Bed(18)
+    salts = cache_salt(3, "", "", "m"), cache_salt(0, *parts)
+    for turn in range(3):
+        grown = 16 + 4 * turn
+        for salt in salts:
+            computed = bed.turn("s", prompt_of(0, grown), salt=salt, kept_s=1e9)
+            assert computed == (16 if turn == 0 else 4)
+            bed.turn("", prompt_of(10 * turn + salts.index(salt), 28))
+    assert bed.kv().again_tokens == 0
 
 
 def test_a_preempted_sequence_finds_its_blocks_if_nothing_else_needs_them() -> None:
@@ -272,7 +289,7 @@ def test_a_held_block_that_leaves_the_tree_is_free_once_and_claimed_no_more(foll
             pool.release(place.block)
 
     oldest = chain(0, 4)
-    claims.add("s", b"", oldest, Return(1.0, 10.0), 0.0)
+    claims.add("s", SaltParts.of(b""), oldest, Return(1.0, 10.0), 0.0)
     over(oldest)
     assert pool.held == 4
     for epoch in range(1, HISTORIES_MAX + 1):
@@ -281,7 +298,7 @@ def test_a_held_block_that_leaves_the_tree_is_free_once_and_claimed_no_more(foll
     assert not any(place.kept for place in oldest)
     assert (pool.held, pool.loose, pool.available) == (0, HISTORIES_MAX, 15)
     if follows == "a turn":
-        claims.take_up("s", b"", [], 4)
+        claims.take_up("s", SaltParts.of(b""), [], 4)
     if follows == "an end":
         claims.end("s")
     assert sorted(pool.allocate() for _ in range(15)) == [*range(1, 16)]

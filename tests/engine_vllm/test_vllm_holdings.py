@@ -18,8 +18,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from tiers import examples
 
+from midstream.engine.servers.salts import Salts
 from midstream.engine.vllm.arguments import WORKER_DIR
 from midstream.engine.vllm.worker_extension.midstream_vllm_numbers import LOOK, SESSION
+from midstream.replica.namespaces import cache_salt
 
 SIZE = 2
 
@@ -294,12 +296,25 @@ def test_what_is_expected_last_goes_first_and_from_its_tail(module: Any) -> None
     assert bed.holdings.look()["again_tokens"] == 2
 
 
-def test_a_session_under_another_salt_or_adapter_gives_up_what_it_had(module: Any) -> None:
-    bed = Bed(module, 20)
-    adapter = SimpleNamespace(lora_name="red@1.step")
-    for number, more in enumerate(({}, {"cache_salt": "x"}, {"lora_request": adapter})):
-        bed.turn(tokens_of(number, 5), "s", **more)
-        assert (bed.holdings.look()["held"], bed.holdings.look()["loose"]) == (2, 2 * number)
+def test_a_session_gives_up_what_it_had_in_a_namespace_before_and_keeps_that_of_other_keys(
+    module: Any,
+) -> None:
+    bed, salts = Bed(module, 20), Salts(b"boot")
+    turns: list[tuple[dict[str, Any], tuple[int, int]]] = [
+        ({"salt": (0, "", "m")}, (2, 0)),
+        ({"salt": (1, "", "m")}, (2, 2)),
+        ({"salt": (1, "key", "m")}, (4, 2)),
+        ({"salt": (0, "", "red"), "lora": "red@1.step"}, (6, 2)),
+        ({"salt": (0, "", "red"), "lora": "red@2.step"}, (6, 4)),
+        ({"salt": (1, "", "m")}, (6, 4)),
+    ]
+    for number, (more, (held, loose)) in enumerate(turns):
+        namespace, key, model = more["salt"]
+        salt = salts.lasting(cache_salt(namespace, "", key, model))
+        adapter = SimpleNamespace(lora_name=more["lora"]) if "lora" in more else None
+        tokens = tokens_of(1 if number == 5 else number, 5)
+        bed.turn(tokens, "s", cache_salt=salt, lora_request=adapter)
+        assert (bed.holdings.look()["held"], bed.holdings.look()["loose"]) == (held, loose), number
 
 
 def test_a_prompt_that_several_sessions_had_outlives_one_of_them(module: Any) -> None:

@@ -741,6 +741,9 @@ def test_salts_follow_session_tenant_isolation_and_reset_policy(tmp_path: Path) 
         assert await salt() == first
         assert await salt(prompt_cache_isolation_key="x") not in (first, await salt(tenant="t"))
         assert await salt(prompt_cache_max_len=0) != await salt(prompt_cache_max_len=0)
+        assert here.engine.requests[0].session
+        await salt("s%20one", prompt_cache_max_len=0)
+        assert not here.engine.requests[-1].session, "its session would hold KV that nobody finds"
         await here.swapped("v1", reset_prompt_cache="new_session")
         assert await salt("s%20one") == await salt(user="s one") == first
         assert await salt("s2") == await salt() != first

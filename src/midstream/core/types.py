@@ -119,7 +119,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One request to an engine: token ids in, token records out.
 
     salt: namespace of the prefix cache (tenant, isolation key and prompt-cache namespace, mixed by the replica). KV is
-        shared only between requests of equal salt.
+        shared only between requests of equal salt. Its first half is the same in all namespaces of one owner.
     prompt_records: how many of the last prompt tokens to return records for (echo); 0 = none.
     want_kv_snapshots: report which snapshots computed the KV (GenerationEvent.kv_snapshots).
     grammar: what the generated text must match, in llguidance's Lark dialect or JSON; None: anything. Only for an engine

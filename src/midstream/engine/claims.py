@@ -7,7 +7,8 @@ Always holds:
 - A claim is given up from its tail, so what is left of it can be reused.
 - Claims are given up one after the other, not all a little: first those that are overdue, the longest overdue first. Then the
   one whose next turn is expected last.
-- A turn takes up the claim that it continues. A session has at most BRANCHES_MAX claims, and all sessions CLAIMS_MAX.
+- A turn takes up the claim that it continues. It ends those of namespaces that its salt had before, and no other owner's.
+- A session has at most BRANCHES_MAX claims, and all sessions CLAIMS_MAX.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from itertools import count, takewhile
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 #: Of one session: its own history, and those of agents beside it under the same key.
 BRANCHES_MAX = 4
@@ -41,16 +42,29 @@ class KeptPlace(Protocol):
     def kept(self) -> bool: ...
 
 
+class SaltParts(NamedTuple):
+    """owner: a session may have several, as under isolation keys. namespace: of one owner the last one counts."""
+
+    owner: Hashable
+    namespace: Hashable
+
+    @classmethod
+    def of(cls, salt: bytes | str, adapter: str = "") -> SaltParts:
+        """Of a salt as replica/namespaces.py makes it. adapter: of its owner, what KV is computed with."""
+        half = len(salt) // 2
+        return cls(salt[:half], (salt[half:], adapter))
+
+
 P = TypeVar("P", bound=KeptPlace)
 P_contra = TypeVar("P_contra", bound=KeptPlace, contravariant=True)
 
 
 @dataclass(eq=False, slots=True)
 class SessionClaim(Generic[P]):
-    """path: what is left of it. salt: of its namespace. blocks: how many it had. over: it is no claim any more."""
+    """path: what is left of it. blocks: how many it had. over: it is no claim any more."""
 
     session: str
-    salt: Hashable
+    salt: SaltParts
     path: list[P]
     blocks: int
     expected_at: float
@@ -95,12 +109,11 @@ class Claims(Generic[P]):
         """In both lines."""
         return len(self._overdue) + len(self._expected)
 
-    def take_up(self, session: str, salt: Hashable, matched: Sequence[P], levels: int) -> None:
-        """A turn begins. matched: the blocks that it reuses. levels: the full blocks of its prompt.
-
-        A session that has another salt by now finds nothing of what it had under the one before.
-        """
+    def take_up(self, session: str, salt: SaltParts, matched: Sequence[P], levels: int) -> None:
+        """A turn begins. matched: the blocks that it reuses. levels: the full blocks of its prompt."""
         for claim in tuple(self._of.get(session, ())):
+            if claim.salt.owner != salt.owner:
+                continue
             self._drop_gone(claim)
             left = len(claim.path)
             if left and claim.salt != salt:
@@ -109,7 +122,7 @@ class Claims(Generic[P]):
                 self.needed_again += max(0, min(claim.blocks, levels) - len(matched))
                 self._end(claim)
 
-    def add(self, session: str, salt: Hashable, path: Sequence[P], returns: Return, now: float) -> None:
+    def add(self, session: str, salt: SaltParts, path: Sequence[P], returns: Return, now: float) -> None:
         """A turn has ended, and its blocks are about to be released. It replaces the claims that it continues."""
         kept = list(takewhile(lambda place: place.kept, path))
         if not kept:

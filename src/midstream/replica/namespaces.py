@@ -100,8 +100,9 @@ class Namespaces:
 
 
 def cache_salt(namespace: int, tenant: str, isolation_key: str, model: str) -> bytes:
+    """Two halves: whose KV it is, and the namespace."""
     digest = hashlib.blake2b(digest_size=16)
-    for part in (str(namespace), tenant, isolation_key, model):
+    for part in (tenant, isolation_key, model):
         data = part.encode("utf-8", "surrogatepass")
         digest.update(len(data).to_bytes(8, "little") + data)
-    return digest.digest()
+    return digest.digest() + namespace.to_bytes(16, "little", signed=True)

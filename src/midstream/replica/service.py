@@ -234,7 +234,8 @@ class Service(Surroundings):
         salt = self._salt(work.checked, session, headers, older)
         pinned = nullcontext() if asked is None or not asked.pinned else self.pins.hold(asked, begins)
         fixed = begins if self.pins.several and asked is not None and asked.pinned else None
-        returns = self.kept.budget.returns(session)
+        returns = self.kept.budget.returns(session if salt else None)
+        salt = salt or os.urandom(16)
         requests = [
             replace(r, salt=salt, kv_age_max=age_max, snapshot=fixed, **returns) for r in work.requests
         ]
@@ -457,11 +458,11 @@ class Service(Surroundings):
 
     def _salt(
         self, checked: Checked, session: Session | None, headers: Mapping[str, str], older: str | None
-    ) -> bytes:
-        # An engine that does not keep ages may have KV that is too old.
+    ) -> bytes | None:
+        """None: no other request may use its KV. That of an engine which does not keep ages may be too old."""
         too_old = self.namespaces.kv_age_max is not None and not ages_are_kept(self.info)
         if not checked.prompt_cache or too_old:
-            return os.urandom(16)
+            return None
         namespace = self.namespaces.admit(session) if older is None else self.namespaces.resets
         own = "" if older is None else self.pins.salt_of(older)
         return cache_salt(namespace, *self._owner(checked, headers), (self.policy or self.names.model) + own)

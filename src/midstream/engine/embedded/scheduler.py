@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from midstream.core.types import GenerateRequest, TopLogprob
-from midstream.engine.claims import Claims, Return
+from midstream.engine.claims import Claims, Return, SaltParts
 from midstream.engine.embedded import restores
 from midstream.engine.embedded.blocks import NO_BLOCK, BlockPool, OutOfBlocks, Prefix
 from midstream.engine.embedded.track import Track
@@ -330,7 +330,8 @@ class Scheduler:
             return False
         if seq.request.session:
             levels = len(seq.tokens) // self.pool.block_size
-            self.claims.take_up(seq.request.session, seq.request.salt, shared + ahead, levels)
+            salt = SaltParts.of(seq.request.salt)
+            self.claims.take_up(seq.request.session, salt, shared + ahead, levels)
         restores.pin(self.pool, ahead)
         self.waiting.popleft()
         self.running.append(seq)
@@ -471,7 +472,8 @@ class Scheduler:
         if request.session and seq.path and request.kept_s:
             expected_s = request.returns_s if expected_s is None else expected_s
             returns = Return(expected_s, request.kept_s)
-            self.claims.add(request.session, request.salt, seq.path, returns, self._clock())
+            salt = SaltParts.of(request.salt)
+            self.claims.add(request.session, salt, seq.path, returns, self._clock())
         # In this order, the tail of a prefix is evicted before its head.
         for number in reversed(range(len(seq.blocks))):
             self.pool.release(seq.blocks[number])

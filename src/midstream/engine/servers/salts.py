@@ -27,7 +27,11 @@ class Salts:
         self._namespaces_max = namespaces_max
 
     def lasting(self, namespace: bytes) -> str:
-        return hashlib.blake2b(self._boot + namespace, digest_size=16).hexdigest()
+        """Its first half says whose KV it is, as that of `namespace` does."""
+        owner = namespace[: len(namespace) // 2]
+        return "".join(
+            hashlib.blake2b(self._boot + part, digest_size=16).hexdigest() for part in (owner, namespace)
+        )
 
     def of(
         self, namespace: bytes, now: int, age_max: int | None, *, passing: bool = False

@@ -205,6 +205,7 @@ class KvHoldings:
         self._known: dict[int, CachedPlace] = {}
         self._line = ClaimedLine(pool.free_block_queue)
         self._claims, self._return = claims.Claims(self._line), claims.Return
+        self._parts = claims.SaltParts.of
         self._line.on_need = lambda: self._claims.give_up(clock())
         reset = pool.reset_prefix_cache
         evict: Any = getattr(pool, "evict_blocks", None)
@@ -235,7 +236,7 @@ class KvHoldings:
         if session:
             matched = self._places(self._blocks_of.get(request.request_id, ())[: found // self._size])
             levels = request.num_tokens // self._size
-            self._claims.take_up(session, _salt(request), matched, levels)
+            self._claims.take_up(session, self._salt(request), matched, levels)
 
     def leaves(self, request: Any) -> None:
         """Its blocks are about to be released. One that was preempted comes back before all others."""
@@ -243,7 +244,7 @@ class KvHoldings:
         if session and kept_s > 0:
             returns = self._return(returns_s if request.is_finished() else 0.0, kept_s)
             path = self._places(self._blocks_of.get(request.request_id, ()))
-            self._claims.add(session, _salt(request), path, returns, self._clock())
+            self._claims.add(session, self._salt(request), path, returns, self._clock())
 
     def look(self, ended: Iterable[str] = ()) -> dict[str, int]:
         """As midstream.core.kv has it, behind the end of these sessions."""
@@ -273,6 +274,10 @@ class KvHoldings:
             found.append(place)
         return found
 
+    def _salt(self, request: Any) -> Any:
+        adapter = getattr(request, "lora_request", None)
+        return self._parts(request.cache_salt or "", "" if adapter is None else str(adapter.lora_name))
+
     def _end(self, sessions: Iterable[str]) -> None:
         for session in sessions:
             self._claims.end(session)
@@ -282,11 +287,6 @@ def _asked(request: Any) -> tuple[str, float, float]:
     """The session, when its next turn is likely, and how long its KV is kept for that, in seconds."""
     session, returns_s, kept_s = numbers.said(request.sampling_params, numbers.SESSION, ("", 0.0, 0.0))
     return session, returns_s, kept_s
-
-
-def _salt(request: Any) -> tuple[str, str]:
-    adapter = getattr(request, "lora_request", None)
-    return request.cache_salt or "", "" if adapter is None else str(adapter.lora_name)
 
 
 def holding(own: Any) -> Any:
