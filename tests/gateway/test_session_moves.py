@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 
 import msgspec
 import pytest
@@ -63,6 +63,15 @@ async def home_of(stage: Stage) -> int:
     return int(first.headers["x-midstream-replica"][-1])
 
 
+@contextlib.asynccontextmanager
+async def settled(count: int) -> AsyncIterator[tuple[Stage, int]]:
+    """So many replicas with room. The session has had a turn on one of them."""
+    async with staged(*[respond_ok] * count) as stage:
+        for at in range(count):
+            hear(stage, at)
+        yield stage, await home_of(stage)
+
+
 def lives(stage: Stage) -> str | None:
     return stage.gateway.proxy.deployments.default.sessions.home(("", "s1"))
 
@@ -106,10 +115,7 @@ REFUSED: dict[str, Callable[[Stage, int], None]] = {
 @pytest.mark.parametrize("why", REFUSED)
 def test_a_turn_goes_back_to_a_home_that_keeps_it_where_its_move_does_not_pay(why: str) -> None:
     async def main() -> None:
-        async with staged(respond_ok, respond_ok) as stage:
-            for at in range(2):
-                hear(stage, at)
-            home = await home_of(stage)
+        async with settled(2) as (stage, home):
             REFUSED[why](stage, 1 - home)
             stage.mocks[home].handler = hands_over(handed())
             pinned = SESSION + "x-midstream-snapshot: base\r\n"
@@ -146,10 +152,7 @@ def test_a_replica_that_leaves_gets_no_turn_back_unless_there_is_no_other() -> N
 
 def test_a_session_lives_on_at_home_when_its_new_home_is_full_after_all() -> None:
     async def main() -> None:
-        async with staged(respond_ok, respond_ok) as stage:
-            for at in range(2):
-                hear(stage, at)
-            home = await home_of(stage)
+        async with settled(2) as (stage, home):
 
             async def is_full(request: Message, peer: Peer) -> None:
                 refuse(peer, Overloaded("it is full"))
@@ -173,10 +176,7 @@ def test_a_session_whose_new_home_dies_before_it_answers_still_has_the_turns_of_
     back: str,
 ) -> None:
     async def main() -> None:
-        async with staged(*[respond_ok] * 3) as stage:
-            for at in range(3):
-                hear(stage, at)
-            home = await home_of(stage)
+        async with settled(3) as (stage, home):
             new, third = [at for at in range(3) if at != home]
             url = stage.views[home].url
             hear(stage, home, kv_waits=FULL)
@@ -211,10 +211,7 @@ def test_a_session_whose_new_home_dies_before_it_answers_still_has_the_turns_of_
 @pytest.mark.parametrize("streams", [False, True])
 def test_a_session_whose_new_home_dies_in_the_middle_of_its_answer_goes_back(streams: bool) -> None:
     async def main() -> None:
-        async with staged(respond_ok, respond_ok) as stage:
-            for at in range(2):
-                hear(stage, at)
-            home = await home_of(stage)
+        async with settled(2) as (stage, home):
             new = 1 - home
 
             async def dies_late(request: Message, peer: Peer) -> None:
@@ -242,10 +239,7 @@ def test_a_stream_of_a_new_home_that_another_replica_goes_on_with_brings_no_sess
     """The whole turn is where the stream ended, and the old home would not know it."""
 
     async def main() -> None:
-        async with staged(*[respond_ok] * 3) as stage:
-            for at in range(3):
-                hear(stage, at)
-            home = await home_of(stage)
+        async with settled(3) as (stage, home):
             new, third = [at for at in range(3) if at != home]
             hear(stage, third, pace=TurnPace(prefill_tokens_s=300.0))
 
@@ -277,10 +271,7 @@ def test_a_session_stays_where_another_turn_of_it_was_answered(why: str) -> None
     """The old home would not know that turn."""
 
     async def main() -> None:
-        async with staged(*[respond_ok] * 3) as stage:
-            for at in range(3):
-                hear(stage, at)
-            home = await home_of(stage)
+        async with settled(3) as (stage, home):
             new, third = [at for at in range(3) if at != home]
             hear(stage, third, pace=TurnPace(prefill_tokens_s=300.0))
             goes, url = asyncio.Event(), stage.views[new].url
@@ -322,10 +313,7 @@ def test_a_session_stays_where_another_turn_of_it_was_answered(why: str) -> None
 
 def test_all_turns_of_a_session_that_are_handed_over_go_to_one_home() -> None:
     async def main() -> None:
-        async with staged(*[respond_ok] * 3) as stage:
-            for at in range(3):
-                hear(stage, at)
-            home = await home_of(stage)
+        async with settled(3) as (stage, home):
             together = asyncio.Barrier(2)
             says = HandedOver(msgspec.json.encode(handed()).decode())
 
@@ -349,10 +337,7 @@ def test_a_session_stays_at_home_when_a_replica_hands_over_a_turn_that_it_served
     """Its home does not have the snapshot that this turn asks for."""
 
     async def main() -> None:
-        async with staged(*[respond_ok] * 3) as stage:
-            for at in range(3):
-                hear(stage, at)
-            home = await home_of(stage)
+        async with settled(3) as (stage, home):
             asked, other = [at for at in range(3) if at != home]
             for at in (asked, other):
                 hear(stage, at, snapshot="step-2", kv_waits=FULL if full else EMPTY)

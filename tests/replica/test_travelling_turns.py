@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import random
 import socket
 import threading
 from array import array
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import msgspec
 import pytest
 from hypothesis import given, settings
@@ -20,9 +23,11 @@ from replica_fakes import MODEL, FakeEngine, Running, running
 from test_kv_waits import SmallCache
 from tiers import examples
 
-from midstream.core.headers import HEADER_BOOT, HEADER_MOVED, HEADER_SESSION
+from midstream.core.headers import HEADER_BOOT, HEADER_MOVED, HEADER_PLACED, HEADER_SESSION
 from midstream.core.price import Moved
+from midstream.http.call import CallFailed
 from midstream.replica import control, earlier
+from midstream.replica.earlier import PATH_TAKEN
 from midstream.replica.gate import Door
 from midstream.replica.turns.message_keys import digest
 from midstream.replica.turns.travel import packed, unpacked
@@ -111,13 +116,48 @@ def test_trees_of_homes_before_count_as_bytes_and_go_first_and_end_with_the_sess
 # -- two replicas
 
 
-async def turn(here: Running, messages: list[dict[str, str]], **headers: str) -> dict[str, Any]:
-    body = {"model": MODEL, "messages": messages, "max_tokens": 4, "return_token_ids": True}
-    given = {HEADER_BOOT: here.replica.boot, HEADER_SESSION: "s", **headers}
-    answer = await here.http.post("/v1/chat/completions", json=body, headers=given)
-    assert answer.status_code == 200, answer.text
-    shown: dict[str, Any] = answer.json()
-    return shown
+@asynccontextmanager
+async def homes(tmp_path: Path, *engines: FakeEngine, token: str = "") -> AsyncIterator[list[Running]]:
+    """A replica for each engine."""
+    async with asyncio.timeout(30), AsyncExitStack() as stack:
+        found = []
+        for number, engine in enumerate(engines):
+            (folder := tmp_path / str(number)).mkdir()
+            here = await stack.enter_async_context(running(folder, engine, token))
+            here.http.headers.update({"x-midstream-token": token} if token else {})
+            found.append(here)
+        yield found
+
+
+class Chat:
+    """A session, wherever its turns go. placed: the stamp of the last place, as a gateway gives it."""
+
+    def __init__(self, *contents: str) -> None:
+        roles = itertools.cycle(("user", "assistant"))
+        self.messages = [
+            {"role": role, "content": text} for role, text in zip(roles, contents or ("begin",), strict=False)
+        ]
+        self.placed = 0
+
+    async def ask(self, here: Running, moved_from: str | None = None) -> httpx.Response:
+        """moved_from: the URL in what a gateway says of a move."""
+        body = {"model": MODEL, "messages": self.messages, "max_tokens": 4, "return_token_ids": True}
+        given = {HEADER_BOOT: here.replica.boot, HEADER_SESSION: "s"}
+        if moved_from is not None or not self.placed:
+            self.placed += 1000
+            given[HEADER_PLACED] = str(self.placed)
+        if moved_from is not None:
+            given[HEADER_MOVED] = msgspec.json.encode(Moved(url=moved_from)).decode()
+        return await here.http.post("/v1/chat/completions", json=body, headers=given)
+
+    async def turn(self, here: Running, moved_from: str | None = None) -> dict[str, Any]:
+        """What it is answered. The next turn goes on from there."""
+        answer = await self.ask(here, moved_from)
+        assert answer.status_code == 200, answer.text
+        shown: dict[str, Any] = answer.json()
+        said = shown["choices"][0]["message"]["content"]
+        self.messages += [{"role": "assistant", "content": said}, {"role": "user", "content": "on"}]
+        return shown
 
 
 def tokens_of(shown: dict[str, Any]) -> list[int]:
@@ -130,29 +170,18 @@ def test_a_chat_that_moved_continues_its_turns_at_the_new_home_and_at_the_next_o
     tmp_path: Path, token: str
 ) -> None:
     async def main() -> None:
-        folders = [tmp_path / name for name in "abc"]
-        for folder in folders:
-            folder.mkdir()
-        async with (
-            running(folders[0], FakeEngine("hel"), token) as first,
-            running(folders[1], FakeEngine("lo "), token) as second,
-            running(folders[2], FakeEngine("you"), token) as third,
-        ):
-            for here in (first, second, third):
-                here.http.headers.update({"x-midstream-token": token} if token else {})
-            messages: list[dict[str, str]] = [{"role": "user", "content": "begin"}]
+        engines = [FakeEngine(text) for text in ("hel", "lo ", "you")]
+        async with homes(tmp_path, *engines, token=token) as (first, second, third):
+            chat = Chat()
             before: list[int] = []
-            url = ""
+            url = None
             for here in (first, second, third, first):
-                moved = {HEADER_MOVED: msgspec.json.encode(Moved(url=url)).decode()} if url else {}
-                shown = await turn(here, messages, **moved)
+                shown = await chat.turn(here, url)
                 assert "midstream" not in shown, shown.get("midstream")
                 assert shown["prompt_token_ids"][: len(before)] == before
                 before, url = tokens_of(shown), here.url
-                said = shown["choices"][0]["message"]["content"]
-                messages += [{"role": "assistant", "content": said}, {"role": "user", "content": "on"}]
             # Its next turn at that home needs nobody.
-            shown = await turn(first, messages)
+            shown = await chat.turn(first)
             assert shown["prompt_token_ids"][: len(before)] == before
 
     asyncio.run(main())
@@ -163,15 +192,20 @@ def test_a_home_that_does_not_answer_costs_the_history_alone_and_the_response_sa
     tmp_path: Path, url: str
 ) -> None:
     async def main() -> None:
-        async with running(tmp_path, FakeEngine("hel")) as here:
-            messages = [
-                {"role": "user", "content": "begin"},
-                {"role": "assistant", "content": "elsewhere"},
-                {"role": "user", "content": "on"},
-            ]
-            for moved in (msgspec.json.encode(Moved(url=url)).decode(), "{"):
-                shown = await turn(here, messages, **{HEADER_MOVED: moved})
-                assert shown["midstream"]["branch"]["why"] in ("unknown", "edited")
+        async with homes(tmp_path, FakeEngine("hel")) as [here]:
+            shown = await Chat("begin", "elsewhere", "on").turn(here, url)
+            assert shown["midstream"]["branch"]["why"] in ("unknown", "edited")
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("moved", ["{", '{"url": 1}', "nonsense"])
+def test_what_says_of_no_move_where_its_turns_are_fetches_none(tmp_path: Path, moved: str) -> None:
+    async def main() -> None:
+        async with homes(tmp_path, FakeEngine("hel")) as [here]:
+            here.http.headers[HEADER_MOVED] = moved
+            shown = await Chat("begin", "elsewhere", "on").turn(here)
+            assert shown["midstream"]["branch"]["why"] in ("unknown", "edited")
 
     asyncio.run(main())
 
@@ -181,48 +215,57 @@ def test_a_home_keeps_the_kv_of_a_session_until_another_replica_has_let_its_turn
     tmp_path: Path, admits: bool
 ) -> None:
     async def main() -> None:
-        folders = [tmp_path / name for name in "ab"]
-        for folder in folders:
-            folder.mkdir()
-        async with (
-            asyncio.timeout(30),
-            running(folders[0], SmallCache(), "secret") as old,
-            running(folders[1], FakeEngine("hel"), "secret") as new,
-        ):
-            for here in (old, new):
-                here.http.headers["x-midstream-token"] = "secret"
-            messages = [{"role": "user", "content": "begin"}]
-            shown = await turn(old, messages)
-            said = shown["choices"][0]["message"]["content"]
-            messages += [{"role": "assistant", "content": said}, {"role": "user", "content": "on"}]
-            moved = msgspec.json.encode(Moved(url=old.url)).decode()
-            assert isinstance(old.engine, SmallCache)
+        cache = SmallCache()
+        async with homes(tmp_path, cache, FakeEngine("hel"), token="secret") as (old, new):
+            chat = Chat()
+            await chat.turn(old)
             if not admits:
                 new.replica.own.gate.set(Door.CLOSED)
-                headers = {HEADER_BOOT: new.replica.boot, HEADER_SESSION: "s", HEADER_MOVED: moved}
-                body = {"model": MODEL, "messages": messages, "max_tokens": 4}
-                refused = await new.http.post("/v1/chat/completions", json=body, headers=headers)
-                assert refused.status_code == 425
+                assert (await chat.ask(new, old.url)).status_code == 425
                 assert repr(new.replica.earlier) == "EarlierTurns(0 fetched, 0 told)"
-                assert old.engine.sessions_over == []
-                assert "midstream" not in await turn(old, messages), "it comes back"
+                assert cache.sessions_over == []
+                assert "midstream" not in await chat.turn(old), "it comes back"
                 return
             assert ("", "s") in old.replica.budget.account
-            assert "midstream" not in await turn(new, messages, **{HEADER_MOVED: moved})
-            await old.until(lambda: old.engine.sessions_over == ["\0s"])
+            assert "midstream" not in await chat.turn(new, old.url)
+            await old.until(lambda: cache.sessions_over == ["\0s"])
             assert ("", "s") not in old.replica.budget.account
 
     asyncio.run(main())
 
 
-async def continued(old: Running, new: Running, url: str = "") -> dict[str, Any]:
-    """What the second turn of a chat is answered that moves from the old home to the new one. url: of the old home."""
-    messages = [{"role": "user", "content": "begin"}]
-    said = (await turn(old, messages))["choices"][0]["message"]["content"]
-    messages += [{"role": "assistant", "content": said}, {"role": "user", "content": "on"}]
-    return await turn(
-        new, messages, **{HEADER_MOVED: msgspec.json.encode(Moved(url=url or old.url)).decode()}
-    )
+def test_a_late_word_of_a_move_takes_nothing_from_a_session_that_has_come_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        cache = SmallCache()
+        async with homes(tmp_path, cache, FakeEngine("hel")) as (old, new):
+            chat = Chat()
+            await chat.turn(old)
+            words: list[bytes] = []
+
+            real = earlier.call
+
+            async def holds_words_up(
+                url: str, method: str, path: str, body: bytes, *more: Any, **rest: Any
+            ) -> Any:
+                if path != PATH_TAKEN:
+                    return await real(url, method, path, body, *more, **rest)
+                words.append(body)
+                raise CallFailed("it is on its way")
+
+            monkeypatch.setattr(earlier, "call", holds_words_up)
+            for moves, over in ((1, []), (3, ["\0s"])):
+                await chat.turn(new, old.url)
+                await new.until(lambda count=moves: len(words) == count)
+                if not over:
+                    await chat.turn(old, new.url)
+                answer = await old.http.post(PATH_TAKEN, content=words[-1 if over else 0])
+                assert answer.status_code == 200
+                assert cache.sessions_over == over
+                assert (("", "s") in old.replica.budget.account) is not bool(over)
+
+    asyncio.run(main())
 
 
 def test_a_machine_that_accepts_no_connection_holds_no_turn_up_for_as_long_as_a_slow_process_may(
@@ -241,8 +284,10 @@ def test_a_machine_that_accepts_no_connection_holds_no_turn_up_for_as_long_as_a_
                 one = stack.enter_context(socket.socket())
                 one.setblocking(False)
                 one.connect_ex(address)
-            async with asyncio.timeout(30), running(tmp_path, FakeEngine("hel")) as here:
-                shown = await continued(here, here, f"http://127.0.0.1:{address[1]}")
+            async with homes(tmp_path, FakeEngine("hel")) as [here]:
+                chat = Chat()
+                await chat.turn(here)
+                shown = await chat.turn(here, f"http://127.0.0.1:{address[1]}")
                 assert "midstream" not in shown, "it has the turns itself"
 
     asyncio.run(main())
@@ -257,9 +302,10 @@ def test_a_slow_process_has_its_time_for_the_handshake_too(
 
     async def main() -> None:
         with socket.create_server(("127.0.0.1", 0)) as accepts:
-            url = f"https://127.0.0.1:{accepts.getsockname()[1]}"
-            async with asyncio.timeout(30), running(tmp_path, FakeEngine("hel")) as here:
-                await continued(here, here, url)
+            async with homes(tmp_path, FakeEngine("hel")) as [here]:
+                chat = Chat()
+                await chat.turn(here)
+                await chat.turn(here, f"https://127.0.0.1:{accepts.getsockname()[1]}")
 
     asyncio.run(main())
     assert "no connection within 0.25 s" in caplog.text
@@ -279,15 +325,10 @@ def test_a_session_whose_old_home_is_slow_continues_token_for_token(
     monkeypatch.setattr(control, "packed", slowly)
 
     async def main() -> None:
-        folders = [tmp_path / name for name in "ab"]
-        for folder in folders:
-            folder.mkdir()
-        async with (
-            asyncio.timeout(30),
-            running(folders[0], FakeEngine("hel")) as old,
-            running(folders[1], FakeEngine("lo ")) as new,
-        ):
-            moving = asyncio.create_task(continued(old, new))
+        async with homes(tmp_path, FakeEngine("hel"), FakeEngine("lo ")) as (old, new):
+            chat = Chat()
+            await chat.turn(old)
+            moving = asyncio.create_task(chat.turn(new, old.url))
             assert await asyncio.to_thread(asked.wait, 20)
             assert repr(new.replica.earlier) == "EarlierTurns(1 fetched, 0 told)"
             goes_on.set()

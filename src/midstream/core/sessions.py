@@ -66,6 +66,14 @@ class SessionsAsked(msgspec.Struct, frozen=True, kw_only=True):
     limit: Annotated[int, msgspec.Meta(ge=1, le=1000)] = 100
 
 
+class SessionTaken(msgspec.Struct, frozen=True, kw_only=True):
+    """What a session's new home says to the one before. stamp: of the placing that brought it to the new one."""
+
+    tenant: str
+    key: str
+    stamp: Whole
+
+
 class SessionsHeld(msgspec.Struct, frozen=True):
     """The answer."""
 

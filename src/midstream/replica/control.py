@@ -11,7 +11,7 @@ import msgspec
 
 from midstream.core.decoding import message_of
 from midstream.core.errors import InvalidRequest
-from midstream.core.sessions import SessionsAsked
+from midstream.core.sessions import SessionsAsked, SessionTaken
 from midstream.core.transfer import TransferOrder
 from midstream.core.types import Session
 from midstream.http.http1 import ClientConnection
@@ -21,6 +21,7 @@ from midstream.replica.replica import Replica
 from midstream.replica.turns.travel import packed
 
 _asked = msgspec.json.Decoder(SessionsAsked)
+_taken = msgspec.json.Decoder(SessionTaken)
 _transfer = msgspec.json.Decoder(TransferOrder)
 
 
@@ -56,10 +57,13 @@ class TurnsExchange(_ControlExchange):
 
 
 class TakenExchange(_ControlExchange):
-    """Another replica has let in a turn of a session that moved."""
+    """Another replica has let in a turn of a session that moved. The word may be late: the session may have come back since."""
 
     async def _answer(self) -> None:
-        self._replica.budget.taken(_one_session(self._request, "which session was taken"))
+        taken = message_of(self._request.body, _taken, "which session was taken")
+        session = taken.tenant, taken.key
+        if not self._replica.sessions.placed_since(session, taken.stamp):
+            self._replica.budget.taken(session)
         self._whole(200, b"{}", {})
 
 

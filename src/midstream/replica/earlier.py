@@ -17,11 +17,12 @@ import msgspec
 
 from midstream.core.headers import HEADER_MOVED, HEADER_SESSION, HEADER_TENANT, HEADER_TOKEN
 from midstream.core.price import Moved
-from midstream.core.sessions import SessionsAsked
+from midstream.core.sessions import SessionsAsked, SessionTaken
 from midstream.core.types import Session
 from midstream.core.versions import from_header
 from midstream.http.call import CallFailed, call
 from midstream.http.tls import tls_for
+from midstream.replica.sessions import stamp_of
 from midstream.replica.turns.travel import unpacked
 from midstream.replica.turns.tree import Trees
 
@@ -62,28 +63,29 @@ class EarlierTurns:
 
     def let_in(self, headers: Mapping[str, str]) -> None:
         """A request was let in. If it brought its session here, the home before need keep nothing for that."""
-        if HEADER_MOVED in headers and (url := _home_before(headers)):
-            task = asyncio.create_task(self._tell(_session(headers), url))
+        if HEADER_MOVED in headers and (url := _home_before(headers)) and (stamp := stamp_of(headers)):
+            tenant, key = _session(headers)
+            task = asyncio.create_task(self._tell(SessionTaken(tenant=tenant, key=key, stamp=stamp), url))
             self._telling.add(task)
             task.add_done_callback(self._telling.discard)
 
     async def _fetch(self, session: Session, url: str) -> None:
         try:
-            data = await self._ask(PATH_TURNS, session, url)
+            data = await self._ask(PATH_TURNS, SessionsAsked(tenant=session[0], key=session[1]), url)
             self._trees.bring(session, await asyncio.to_thread(unpacked, data))
         except (CallFailed, ValueError) as error:
             log.warning("turns of a session that moved here stayed at %s: %s", url, error)
 
-    async def _tell(self, session: Session, url: str) -> None:
+    async def _tell(self, taken: SessionTaken, url: str) -> None:
         try:
-            await self._ask(PATH_TAKEN, session, url)
+            await self._ask(PATH_TAKEN, taken, url)
         except CallFailed as error:
             # It keeps the session's KV for as long as that may be silent.
             log.debug("%s was not told that a session has moved here: %s", url, error)
 
-    async def _ask(self, path: str, session: Session, url: str) -> bytes:
+    async def _ask(self, path: str, about: SessionsAsked | SessionTaken, url: str) -> bytes:
         """Raises CallFailed."""
-        asked = msgspec.json.encode(SessionsAsked(tenant=session[0], key=session[1]))
+        asked = msgspec.json.encode(about)
         tls = tls_for(url, None)
         # The process itself takes part in a TLS connection.
         connect_s = FETCH_S if tls else CONNECT_S

@@ -266,6 +266,11 @@ class Sessions:
         found = self._held.get(session)
         return None if found is None else found[0]
 
+    def placed_since(self, session: Session, stamp: int) -> bool:
+        """Whether a placing brought it here that is no earlier than that of the stamp."""
+        found = self.one(session)
+        return found is not None and found.stamp >= stamp
+
     def holds(self, session: Session) -> bool:
         return session in self._held
 
