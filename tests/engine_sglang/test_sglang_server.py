@@ -42,6 +42,9 @@ def test_the_command_line_has_every_flag_that_an_attached_server_needs_and_the_u
         (["--port", "1"], "--port cannot be given: midstream calls the server at a port of its own"),
         (["--api-key=secret"], "--api-key cannot be given: the process list would show it"),
         (["--dp-size", "2"], "--dp-size cannot be given: a replica is one server"),
+        (["--admin-api=secret"], "--admin-api: SGLang would read it as --admin-api-key: write the flag out"),
+        (["--log-level", "info", "--api", "secret"], "--api: SGLang would read it as --api-key"),
+        (["--dp", "2"], "--dp: SGLang would read it as --dp-size"),
         (["2"], "expected a flag of SGLang first"),
     ],
 )

@@ -592,6 +592,11 @@ class TestArguments:
             (("--dtype", "float32", "--model=x"), "--model cannot be given"),
             (("--nnodes", "2"), "--nnodes needs a --seed, the same on all machines"),
             (("--api-key", "secret"), "--api-key cannot be given: the process list would show it"),
+            (("--api-k", "secret"), "--api-k: vLLM would read it as --api-key: write the flag out"),
+            (("--api_k=secret",), "--api-k: vLLM would read it as --api-key: write the flag out"),
+            (("--kv-transfer-c={}",), "--kv-transfer-c: vLLM would read it as --kv-transfer-config"),
+            (("--logprobs-m", "raw_logits"), "--logprobs-m: vLLM would read it as --logprobs-mode"),
+            (("--data-parallel-si=2",), "vLLM would read it as --data-parallel-size"),
             (("--config=x.yaml",), "--config cannot be given"),
             (("--no-enable-scale-out",), "--no-enable-scale-out cannot be given"),
             (("--api-server-count", "2"), "--api-server-count must be 1, got 2"),
@@ -637,7 +642,17 @@ class TestArguments:
         assert env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "True"
 
     def test_those_that_only_look_like_it_are_not(self) -> None:
-        args = ("--model-impl", "vllm", "--logprobs-mode=raw_logprobs", "--api-server-count", "1", "-tp", "2")
+        args = (
+            "--model-impl",
+            "vllm",
+            "--logprobs-mode=raw_logprobs",
+            "--api-server-count",
+            "1",
+            "-tp",
+            "2",
+            "-n",
+            "1",
+        )
         assert self.line(*args)[-len(args) :] == list(args)
 
     def test_environment(self, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 from midstream.core.errors import ConfigError
 from midstream.core.types import ENGINE_FEATURES, EngineCard
+from midstream.engine.servers.flags import check_names
 from midstream.engine.servers.gpus import GPUS, visible
 
 _UNREAD = "midstream does not ask SGLang for them yet"
@@ -132,10 +133,7 @@ def check_arguments(args: Sequence[str]) -> None:
     """Raises ConfigError for flags that midstream depends on."""
     if args and not args[0].startswith("-"):
         raise ConfigError(f"sglang.args: expected a flag of SGLang first, got {args[0]!r}")
-    for arg in args:
-        name = arg.partition("=")[0].removeprefix("--") if arg.startswith("--") else ""
-        if name in REFUSED:
-            raise ConfigError(f"sglang.args: --{name} cannot be given: {REFUSED[name]}")
+    check_names("SGLang", args, REFUSED)
 
 
 def command_line(

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from midstream.core.errors import ConfigError
 from midstream.core.types import ENGINE_FEATURES, EngineCard
+from midstream.engine.servers.flags import check_names
 from midstream.engine.servers.gpus import GPUS, visible
 
 #: Missing features and the reasons, for docs/engines.md.
@@ -187,6 +188,18 @@ ONLY = {
     "logprobs-mode": ("raw_logprobs", "midstream reports raw log-probabilities"),
     "kv-offloading-backend": ("native", UNSALTED),
 }
+#: Flags by which midstream starts a server in another way.
+SOUGHT = (
+    *ONLY,
+    CONNECTOR_FLAG,
+    ENGINES_FLAG,
+    LORA_FLAG,
+    PLACES_FLAG,
+    POLICY_FLAG,
+    WORKER_FLAG,
+    "nnodes",
+    "seed",
+)
 #: Other spellings of a flag: short forms, and negations of flags that midstream gives.
 SAME = {
     "asc": "api-server-count",
@@ -248,13 +261,12 @@ def check_arguments(args: Sequence[str]) -> None:
     """Raises ConfigError for flags that midstream depends on."""
     if args and not _is_flag(args[0]):
         raise ConfigError(f"vllm.args: expected a flag of vLLM first, got {args[0]!r}")
+    check_names("vLLM", args, REFUSED, SOUGHT)
     adapter_places(args)
     given = dict(given_flags(args))
     if "nnodes" in given and "seed" not in given:
         raise ConfigError(f"vllm.args: --nnodes needs a --seed, {SAME_SEED}")
     for name, value in given_flags(args):
-        if name in REFUSED:
-            raise ConfigError(f"vllm.args: --{name} cannot be given: {REFUSED[name]}")
         if name == CONNECTOR_FLAG:
             _check_connector(value or "")
         only, why = ONLY.get(name, (value, ""))
