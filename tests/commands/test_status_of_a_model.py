@@ -49,6 +49,17 @@ def test_a_replica_whose_machine_goes_is_named_with_the_time() -> None:
     assert "leaves" not in render(read_status({"replicas": [ROW]}), {})
 
 
+@pytest.mark.parametrize(
+    ("waits", "said"), [(["replica-1", "replica-2"], "ending, waits for replica-1, replica-2"), ([], "ending")]
+)
+def test_a_policy_that_ends_is_shown_with_the_replicas_that_this_waits_for(
+    waits: list[str], said: str
+) -> None:
+    policy = {"policy": "red", "state": "DELETING", "frozen": True, "waits_for": waits, "replicas": [ROW]}
+    shown = render(read_status({"replicas": [ROW]}), {}, [policy])
+    assert shown.endswith(f"replica-0  {said}")
+
+
 def test_a_second_tier_of_the_cache_is_shown_once_it_holds_something() -> None:
     def kv(offloaded: float) -> str:
         found = {"kv_blocks_used": 10.0, "kv_blocks_capacity": 40.0, "kv_block_tokens": 16.0}

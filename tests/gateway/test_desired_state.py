@@ -7,6 +7,7 @@ from typing import NoReturn
 
 import pytest
 from gateway_harness import reconciler
+from reports import replica_report
 
 from midstream.api.policies import PoliciesApi
 from midstream.core.errors import NotFound, ReplicaUnavailable
@@ -43,7 +44,7 @@ class Stage:
         return self.made[-1]
 
     def made_policy(self, row: DeploymentRow, of: Deployment, policy: str) -> Deployment:
-        replicas = ReplicaSet(DeploymentReplicas())
+        replicas = ReplicaSet(of.replicas.facts, policy, row.created_at)
         names = ServedNames(row.model, row.name)
         return Deployment(names, replicas, reconciler(replicas), policy=policy, of=of)
 
@@ -295,6 +296,34 @@ def test_what_the_ledger_was_not_asked_for_yet_is_not_said_to_be_missing(
 
     stage(tmp_path, before)
     stage(tmp_path, after)
+
+
+def test_the_log_names_the_replica_that_the_end_of_a_policy_waits_for_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    policy, both = f"{DEFAULT}/policies/red", ("replica-0", "replica-1")
+
+    async def work(s: Stage) -> None:
+        s.desired_state.make_policy = s.made_policy
+        await s.ledger.create_deployment(NewDeployment(policy, f"{A}/models/red", "file:///bucket"))
+        await s.run(*both)
+        first, second = s.deployments.default.replicas.facts.members
+        await s.ledger.update_deployment(policy, deleting=True)
+        for _ in range(3):
+            await s.run(*both)
+        first.hear(replica_report())
+        for _ in range(3):
+            await s.run(*both)
+        assert s.deployments.known(policy) is not None
+        second.hear(replica_report())
+        await s.run(*both)
+        assert s.deployments.known(policy) is None
+
+    stage(tmp_path, work)
+    assert [line for line in caplog.messages if "waits for" in line] == [
+        f"the end of {policy} waits for replica-0, replica-1: no report came, so it may be there",
+        f"the end of {policy} waits for replica-1: no report came, so it may be there",
+    ]
 
 
 async def out_of_order(_: object) -> NoReturn:

@@ -13,6 +13,7 @@ import pytest
 import sqlalchemy as sa
 from openapi_answers import Checked
 from policies_taken_up import take_up_policies
+from reports import replica_report
 from test_hotload_api import DEPLOYMENT, Server, write_adapter
 
 from midstream.api.app import control_app
@@ -359,6 +360,20 @@ def test_a_policy_that_another_gateway_made_is_found_before_it_is_heard_of(tmp_p
         assert answer.is_success, answer.text
         none = await server.http.delete(f"{POLICIES}/none")
         assert refused(none) == (404, "policy")
+
+    serve(tmp_path, work)
+
+
+def test_a_policy_that_ends_says_which_replica_that_waits_for(tmp_path: Path) -> None:
+    async def work(server: PolicyServer) -> None:
+        assert (await server.http.post(POLICIES, json={"policy": "red"})).status_code == 200
+        facts = server.replicas.facts
+        facts.set_members([("replica-0", "http://127.0.0.1:1"), ("lost", "http://127.0.0.1:2")])
+        facts.members[0].hear(replica_report())
+        for state, waits in (("READY", []), ("DELETING", ["lost"])):
+            shown = (await server.http.get(f"{POLICIES}/red")).json()
+            assert (shown["state"], shown["waits_for"]) == (state, waits)
+            await server.ledger.update_deployment(f"{DEPLOYMENT}{POLICY_INFIX}red", deleting=True)
 
     serve(tmp_path, work)
 

@@ -268,6 +268,7 @@ def _shown(policy: Deployment, row: DeploymentRow, state: DeploymentState) -> Po
         bytes=_size(state.desired),
         replicas=replica_rows(state, policy),
         unloaded=unloaded(policy.replicas),
+        waits_for=policy.replicas.facts.unheard(policy.host.wanted) if row.deleting else [],
     )
 
 

@@ -49,7 +49,8 @@ class AccountModels(msgspec.Struct):
 
 class Policy(msgspec.Struct):
     """snapshot: null before its first signal. bytes: of the snapshot's own files; null: not known. unloaded: the replicas that
-    are not to hold it. replicas: as in a hot load's status."""
+    are not to hold it. waits_for: the replicas that its end waits for, as they do not report. replicas: as in a hot load's
+    status."""
 
     name: str
     policy: str
@@ -61,6 +62,7 @@ class Policy(msgspec.Struct):
     bytes: int | None
     replicas: list[HotLoadRow]
     unloaded: list[str]
+    waits_for: list[str]
 
 
 class Policies(msgspec.Struct):

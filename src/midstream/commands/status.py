@@ -152,7 +152,9 @@ def _policy_rows(policy: Mapping[str, Any]) -> list[tuple[str, ...]]:
     for replica in read_status(dict(policy)).replicas:
         snapshot = "-" if replica.snapshot == BASE_SNAPSHOT else replica.snapshot or "-"
         alike.setdefault((snapshot, _stage(replica), replica.error or ""), []).append(replica.name)
-    state = "frozen" if policy["frozen"] else "ending" if policy["state"] == "DELETING" else ""
+    state = "frozen" if policy["frozen"] else ""
+    if policy["state"] == "DELETING":
+        state = ", waits for ".join(filter(None, ("ending", ", ".join(policy.get("waits_for", ())))))
     return [
         (policy["policy"], snapshot, stage, ", ".join(sorted(names)), "; ".join(filter(None, (state, error))))
         for (snapshot, stage, error), names in alike.items()

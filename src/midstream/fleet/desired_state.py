@@ -119,6 +119,8 @@ class DesiredState:
         self._open: dict[str, DeploymentRow | None] = {}
         # Deployment to the time when its row was made. A row of the same name made later is another deployment.
         self._created: dict[str, float] = {}
+        # Policy to the replicas that its end was last said to wait for.
+        self._awaited: dict[str, str] = {}
         # Replica to the time when it was first seen to have to go.
         self._leaving_since: dict[str, float] = {}
         self._tasks: asyncio.TaskGroup | None = None
@@ -252,8 +254,14 @@ class DesiredState:
     async def _end_on_replicas(self, policy: Deployment, row: DeploymentRow | None) -> None:
         """The row goes once no replica has the policy: one of the same name is not taken for it."""
         policy.replicas.ending = True
-        if self._running is None or not policy.replicas.facts.all_heard(policy.host.wanted):
-            # A member that is not heard may have it.
+        unheard = policy.replicas.facts.unheard(policy.host.wanted)
+        if self._running is None or unheard:
+            names = ", ".join(unheard)
+            if names and self._awaited.get(policy.name) != names:
+                self._awaited[policy.name] = names
+                logger.warning(
+                    "the end of %s waits for %s: no report came, so it may be there", policy.name, names
+                )
             return
         # What is on its way arrives before the end does.
         await policy.reconciler.settle()
@@ -351,6 +359,7 @@ class DesiredState:
             deployment.replicas.facts.set_members(())
         self._deployments.remove(deployment)
         self._created.pop(deployment.name, None)
+        self._awaited.pop(deployment.name, None)
         logger.info("deployment %s is deleted", deployment.name)
 
     def _of(self, deployment: Deployment) -> list[RunningReplica]:

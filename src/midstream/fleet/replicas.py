@@ -211,9 +211,11 @@ class DeploymentReplicas:
             subscription.watch.cancel()
         replica.hear(None)
 
-    def all_heard(self, wanted: int) -> bool:
-        """Whether all replicas that there should be have reported. Those that leave may have gone with their machines."""
-        return len(self.members) >= wanted and all(replica.heard is not None for replica in self.members)
+    def unheard(self, wanted: int) -> list[str]:
+        """Replicas that should be there and have not reported. Those that leave may have gone with their machines."""
+        names = [replica.name for replica in self.members if replica.heard is None]
+        more = wanted - len(self.members)
+        return names if more <= 0 else [*names, f"{more} that {'has' if more == 1 else 'have'} not started"]
 
     @property
     def known(self) -> tuple[KnownReplica, ...]:
