@@ -50,7 +50,8 @@ def test_a_replica_whose_machine_goes_is_named_with_the_time() -> None:
 
 
 @pytest.mark.parametrize(
-    ("waits", "said"), [(["replica-1", "replica-2"], "ending, waits for replica-1, replica-2"), ([], "ending")]
+    ("waits", "said"),
+    [(["replica-1", "replica-2"], "ending, waits for replica-1, replica-2"), ([], "ending")],
 )
 def test_a_policy_that_ends_is_shown_with_the_replicas_that_this_waits_for(
     waits: list[str], said: str

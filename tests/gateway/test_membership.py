@@ -195,6 +195,27 @@ def test_one_replica_belongs_to_one_deployment(tmp_path: Path) -> None:
     serve(tmp_path, work)
 
 
+def test_a_replica_that_joins_twice_at_once_belongs_to_the_first(tmp_path: Path) -> None:
+    """The calls come to two gateways, and neither has seen what the other one wrote."""
+
+    async def work(server: Server) -> None:
+        row = await server.ledger.create_deployment(
+            NewDeployment(B, model=f"{A}/models/m", bucket_url="file:///bucket/b")
+        )
+        await server.desired_state.look_once()
+        other = Server(server.ledger, await server.ledger.deployment(DEFAULT), {})
+        await other.desired_state.look_once()
+        async with other.http:
+            await server.ask("POST", url=FAR)
+            for deployment in (B, DEFAULT):
+                shown = await other.ask("POST", status=409, url=FAR, deployment=deployment)
+                assert shown["error"]["message"] == f"url: 10.0.0.7:9000 belongs to {DEFAULT} already"
+                assert shown["error"]["param"] == "url"
+        assert (await server.ledger.deployment(B)).fields == row.fields
+
+    serve(tmp_path, work)
+
+
 def test_a_replica_that_is_removed_finishes_what_it_has(tmp_path: Path) -> None:
     async def work(server: Server) -> None:
         await server.ask("POST", url=FAR)

@@ -10,9 +10,19 @@ from dataclasses import replace
 import pytest
 from ledger_helpers import DEPLOYMENT, MODEL, moved, on_ledger, opened, signal
 
-from midstream.core.errors import ConfigError, NotFound
+from midstream.core.errors import ConfigError, Conflict, NotFound
 from midstream.core.types import Desired, Stage
-from midstream.ledger import Death, Disagreement, FleetReports, Ledger, Signal, stronger_reset
+from midstream.ledger import (
+    Death,
+    DeploymentChange,
+    DeploymentRow,
+    Disagreement,
+    FleetReports,
+    Ledger,
+    NewDeployment,
+    Signal,
+    stronger_reset,
+)
 
 
 def test_nothing_is_desired_before_the_first_signal(url: str) -> None:
@@ -427,6 +437,38 @@ def test_signals_from_two_ledgers_at_once_each_get_a_generation_of_their_own(url
             assert sorted(result.desired.generation for result in results) == list(range(1, 41))
             assert (await one.state(DEPLOYMENT)).desired == last.desired
             assert (await two.state(DEPLOYMENT)).desired == last.desired
+
+    asyncio.run(run())
+
+
+def test_of_two_deployments_that_want_one_thing_at_once_one_gets_it(url: str) -> None:
+    """Each change sees what the other has written, though each is of a row of its own."""
+
+    async def run() -> None:
+        names = [f"{DEPLOYMENT}-{number}" for number in range(4)]
+        with opened(url) as one, opened(url) as two, opened(url) as three, opened(url) as four:
+            for name in names:
+                await one.create_deployment(NewDeployment(name, MODEL, "file:///bucket"))
+
+            async def want(ledger: Ledger, name: str, thing: str) -> bool:
+                def change(row: DeploymentRow, others: list[DeploymentRow]) -> DeploymentChange:
+                    assert {row.name, *(other.name for other in others)} == set(names)
+                    if any(thing in other.fields for other in others):
+                        raise Conflict("taken")
+                    return {"fields": {thing: 1}}
+
+                try:
+                    await ledger.revise_beside(name, change)
+                except Conflict:
+                    return False
+                return True
+
+            for thing in map(str, range(8)):
+                wants = zip((one, two, three, four), names, strict=True)
+                got = await asyncio.gather(*(want(ledger, name, thing) for ledger, name in wants))
+                assert sum(got) == 1
+                owners = [row.name for row in await two.deployments() if thing in row.fields]
+                assert owners == [names[got.index(True)]]
 
     asyncio.run(run())
 

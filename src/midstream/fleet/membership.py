@@ -9,7 +9,7 @@ Always holds:
 - The API takes a URL only of a host that `gateway.allowed_replicas` names: it will be sent users' prompts and the token.
 - Whoever is drained or removed takes no new request from then on and is let go when its requests have ended.
 - A DNS name that cannot be resolved changes nothing.
-- What two calls say of one replica at once counts both, also at two gateways.
+- What two calls say of one replica at once counts both, also at two gateways. But only one deployment has it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import logging
 import re
 import socket
 import time
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Annotated
 from urllib.parse import urlsplit
 
@@ -206,13 +206,24 @@ class MembershipApi:
             raise InvalidRequest(f"url: {error}", param="url") from error
         if not {name, name.rpartition(":")[0]} & self._allowed:
             raise InvalidRequest(f"url: {name} is none of gateway.allowed_replicas", param="url")
+        joining = ReplicaEntry(body.url.rstrip("/"), body.weight, body.drain or False)
+
+        def check(owner: str, entries: Mapping[str, ReplicaEntry]) -> None:
+            if name in entries and (owner != deployment.name or entries[name].url):
+                known = grant_of(request).allows((OBSERVE,), owner)
+                whose = owner if known else "another deployment"
+                raise Conflict(f"url: {name} belongs to {whose} already", param="url")
+
+        def change(row: DeploymentRow, others: Sequence[DeploymentRow]) -> DeploymentChange:
+            # Another gateway may have written since this one looked.
+            for one in (row, *others):
+                check(one.name, {} if one.deleting else entries_of_row(one))
+            return _kept(name, joining)
+
         for other in self._deployments:
-            if name in other.entries and (other is not deployment or other.entries[name].url):
-                known = grant_of(request).allows((OBSERVE,), other.name)
-                owner = other.name if known else "another deployment"
-                raise Conflict(f"url: {name} belongs to {owner} already", param="url")
-        entry = ReplicaEntry(body.url.rstrip("/"), body.weight, body.drain or False)
-        await self._keep(deployment, name, lambda _: entry)
+            check(other.name, other.entries)
+        await self._ledger.revise_beside(deployment.name, change)
+        await self._changed()
         return self._answer(deployment, name)
 
     @Endpoint(
@@ -275,8 +286,7 @@ class MembershipApi:
         """changed: what becomes of the stored entry, with no other call in between."""
 
         def change(row: DeploymentRow) -> DeploymentChange:
-            entry = changed(entries_of_row(row).get(name))
-            return {"fields": {_FIELD + name: None if entry is None else msgspec.to_builtins(entry)}}
+            return _kept(name, changed(entries_of_row(row).get(name)))
 
         await self._ledger.revise_deployment(deployment.name, change)
         await self._changed()
@@ -297,6 +307,10 @@ class MembershipApi:
             if view.name == name:
                 return _shown(deployment, view)
         raise NotFound(f"{name} has left meanwhile", param="name")
+
+
+def _kept(name: str, entry: ReplicaEntry | None) -> DeploymentChange:
+    return {"fields": {_FIELD + name: None if entry is None else msgspec.to_builtins(entry)}}
 
 
 def _shown(deployment: Deployment, view: ReplicaView) -> ReplicaShown:

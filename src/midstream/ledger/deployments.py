@@ -257,6 +257,18 @@ def revise(
     return update(db, name, change(from_row(lock(db, name), DeploymentRow)), now)
 
 
+def revise_beside(
+    db: sa.Connection,
+    name: str,
+    change: Callable[[DeploymentRow, list[DeploymentRow]], DeploymentChange],
+    now: float,
+) -> DeploymentRow:
+    for row in every(db):
+        # In the order of names. No other transaction holds two deployments, so none waits for one that waits for it.
+        db.execute(_TOUCH, {"key": row.name})
+    return update(db, name, change(one(db, name), [row for row in every(db) if row.name != name]), now)
+
+
 def delete(db: sa.Connection, name: str) -> None:
     gone = [lock(db, name)]
     host, of_policy, _ = name.partition(POLICY_INFIX)

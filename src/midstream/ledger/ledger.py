@@ -189,6 +189,12 @@ class Ledger:
         Raises NotFound, and what `change` raises, which then changes nothing."""
         return await self._write(deployments.revise, name, change, self.now())
 
+    async def revise_beside(
+        self, name: str, change: Callable[[DeploymentRow, list[DeploymentRow]], DeploymentChange]
+    ) -> DeploymentRow:
+        """As revise_deployment, of a change that depends on the other deployments, too."""
+        return await self._write(deployments.revise_beside, name, change, self.now())
+
     async def delete_deployment(self, name: str) -> None:
         """Remove it with its snapshots and everything known of its replicas. Raises NotFound."""
         await self._write(deployments.delete, name)
