@@ -183,6 +183,47 @@ def test_metrics_count_requests_routes_and_show_what_replicas_report() -> None:
     run(main)
 
 
+def test_a_drained_replica_has_its_series_while_it_is_heard() -> None:
+    """Without them, its counters would begin anew, and a graph would have a hole where its last requests end."""
+
+    async def main() -> None:
+        async with staged(respond_ok, respond_ok) as stage:
+            facts = stage.gateway.proxy.deployments.default.replicas.facts
+            drained = stage.views[1].replica
+            drained.hear(
+                replica_report(replica="replica-1", boot="b", engine=EngineStats(generated_tokens=7))
+            )
+            drained.in_flight = 2
+            members = [(view.name, view.url) for view in stage.views]
+
+            async def shown() -> list[str]:
+                lines = (await stage.ask(get("/metrics"))).body.decode().splitlines()
+                return [
+                    line for line in lines if 'replica="replica-1"' in line or 'engine="replica-1"' in line
+                ]
+
+            before = {line.partition("{")[0] for line in await shown()}
+            facts.set_members(members, leaving={"replica-1"})
+            lines = await shown()
+            for line in (
+                'midstream_gateway_in_flight{replica="replica-1"} 2.0',
+                'midstream_gateway_replica_up{replica="replica-1"} 1.0',
+                'midstream_gateway_replica_usable{replica="replica-1"} 0.0',
+                'midstream_replica_generated_tokens_total{replica="replica-1"} 7.0',
+            ):
+                assert line in lines
+            # It takes no snapshot before it is taken back, so an alert on these would be a false one.
+            missing = {"midstream_replica_snapshots_behind", "midstream_replica_disagrees"}
+            assert before - {line.partition("{")[0] for line in lines} == missing
+            drained.hear(None)
+            assert await shown() == [], "it may be gone with its machine, which is no alert"
+            facts.set_members(members)
+            assert 'midstream_gateway_replica_up{replica="replica-1"} 0.0' in await shown()
+            drained.in_flight = 0
+
+    run(main)
+
+
 def test_durations_fall_into_the_first_bucket_whose_bound_they_do_not_exceed() -> None:
     histogram = Histogram()
     for seconds in (0.0, 0.001, 0.0011, 10.0, 5000.0):

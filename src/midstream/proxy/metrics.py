@@ -301,17 +301,20 @@ class GatewayMetrics:
         yield _samples("midstream_deployment_policies", [((d.name,), policies(d)) for d in self._deployments])
 
     def _views(self) -> list[tuple[Deployment, ReplicaView]]:
-        return [(d, view) for d in self._deployments for view in d.replicas.views]
+        """Members, and those that leave as long as they are heard."""
+        found = [(d, view) for d in self._deployments for view in d.replicas.views]
+        leaving = [(d, view) for d in self._deployments for view in d.replicas.leaving]
+        return found + [(d, view) for d, view in leaving if view.replica.heard is not None]
 
     def _replicas(self) -> Iterator[Metric]:
         heard = [(d, view, view.replica.heard) for d, view in self._views() if view.replica.heard is not None]
         for name, value in _REPORTED.items():
             yield _samples(name, [((view.name,), value(report)) for _, view, report in heard])
-        behind = [((view.name,), d.order.behind(report.own.snapshot)) for d, view, report in heard]
+        # One that leaves is told of no snapshot.
+        told = [(d, v, report) for d, v, report in heard if v.replica.standing == "member"]
+        behind = [((view.name,), d.order.behind(report.own.snapshot)) for d, view, report in told]
         yield _samples("midstream_replica_snapshots_behind", behind)
-        disagree = [
-            ((v.name,), d.reconciler.disagrees(v.report)) for d, v, _ in heard if v.report is not None
-        ]
+        disagree = [((v.name,), d.reconciler.disagrees(v.report)) for d, v, _ in told if v.report is not None]
         yield _samples("midstream_replica_disagrees", disagree)
         for name, value_of in _VLLM_REPORTED.items():
             found = [((d.model, view.name), value_of(report)) for d, view, report in heard]
