@@ -89,7 +89,7 @@ class Wire:
 def postgres_server(programs: Path) -> Iterator[Postgres]:
     """PostgreSQL refuses to run as root: it then runs as another user, who owns the data directory."""
     root = Path(tempfile.mkdtemp(prefix="midstream-postgres-"))
-    user = _unprivileged() if os.getuid() == 0 else None
+    user = unprivileged() if os.getuid() == 0 else None
     try:
         secret = root / "password"
         secret.write_text(PASSWORD)
@@ -105,19 +105,19 @@ def postgres_server(programs: Path) -> Iterator[Postgres]:
         shutil.rmtree(root, ignore_errors=True)
 
 
-def _unprivileged() -> pwd.struct_passwd:
+def unprivileged() -> pwd.struct_passwd:
     for name in ("postgres", "nobody"):
         with contextlib.suppress(KeyError):
             return pwd.getpwnam(name)
     raise RuntimeError("no user to run PostgreSQL as")
 
 
-def _as(user: pwd.struct_passwd | None) -> dict[str, object]:
+def as_user(user: pwd.struct_passwd | None) -> dict[str, object]:
     return {} if user is None else {"user": user.pw_uid, "group": user.pw_gid, "extra_groups": []}
 
 
 def _run(command: list[str], user: pwd.struct_passwd | None, cwd: Path) -> None:
-    done = subprocess.run(command, capture_output=True, cwd=cwd, timeout=120, **_as(user))  # type: ignore[call-overload]
+    done = subprocess.run(command, capture_output=True, cwd=cwd, timeout=120, **as_user(user))  # type: ignore[call-overload]
     assert done.returncode == 0, done.stderr.decode()
 
 
@@ -136,7 +136,7 @@ def _running(programs: Path, data: Path, root: Path, user: pwd.struct_passwd | N
         command = [str(programs / "postgres"), "-D", str(data)]
         command += [word for name, value in settings.items() for word in ("-c", f"{name}={value}")]
         with (root / "log").open("wb") as log:
-            server = subprocess.Popen(command, stdout=log, stderr=log, cwd=root, **_as(user))  # type: ignore[call-overload]
+            server = subprocess.Popen(command, stdout=log, stderr=log, cwd=root, **as_user(user))  # type: ignore[call-overload]
         try:
             if _answers(server, port, data, root / "log"):
                 yield port

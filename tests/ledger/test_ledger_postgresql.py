@@ -12,10 +12,11 @@ from pathlib import Path
 import psycopg
 import pytest
 from ledger_helpers import DEPLOYMENT, MODEL, on_ledger, opened, signal
+from pgbouncer import find_pgbouncer, pooled
 from postgres import PASSWORD, Postgres, Wire
 
 from midstream.core.errors import ConfigError
-from midstream.ledger import Event, Ledger, LedgerUnavailable, TransferMember
+from midstream.ledger import Event, Ledger, LedgerUnavailable, SignalResult, TransferMember
 
 pytestmark = pytest.mark.slow
 
@@ -41,6 +42,33 @@ def test_the_password_is_in_no_message(
         shown.append(str(refused.value))
     assert not [text for text in (*shown, caplog.text) if PASSWORD in text]
     assert "password authentication failed" in shown[1]
+
+
+def test_behind_a_pgbouncer_in_transaction_mode_each_call_does_what_it_says(
+    postgres_process: Postgres, postgres_url: str
+) -> None:
+    """Two connections serve all, so each transaction may find what another ledger's left on its connection."""
+    if (program := find_pgbouncer()) is None:
+        pytest.skip("no PgBouncer here (Debian: apt-get install pgbouncer)")
+
+    async def run(url: str) -> None:
+        with opened(url) as one, opened(url) as two, opened(url) as three:
+            ledgers = (one, two, three)
+            await one.ensure_deployment(DEPLOYMENT, MODEL, "file:///bucket", "ASYNC")
+            results = await asyncio.gather(
+                *(signal(ledger, f"{at}-{n}") for n in range(20) for at, ledger in enumerate(ledgers)),
+                *(ledger.changes() for _ in range(20) for ledger in ledgers),
+            )
+            signals = {
+                one.desired.generation: one.desired for one in results if isinstance(one, SignalResult)
+            }
+            assert sorted(signals) == list(range(1, 61))
+            for ledger in ledgers:
+                assert (await ledger.state(DEPLOYMENT)).desired == signals[60]
+                assert len(await ledger.snapshots(DEPLOYMENT)) == 60
+
+    with pooled(postgres_process, program) as pool:
+        asyncio.run(run(pool.url(postgres_url.rpartition("/")[2])))
 
 
 def test_gateways_whose_clocks_differ_judge_a_deadline_alike(postgres_url: str) -> None:

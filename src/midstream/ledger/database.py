@@ -150,6 +150,8 @@ def _connect_arguments(url: sa.URL) -> dict[str, Any]:
     options = f"-c statement_timeout={milliseconds} -c lock_timeout={milliseconds}"
     asked = url.query.get("options", ())
     bounds: dict[str, Any] = {
+        # Behind a PgBouncer, the next transaction may find another client's statements under the same names.
+        "prepare_threshold": None,
         "connect_timeout": CONNECT_TIMEOUT_S,
         "keepalives_idle": CONNECT_TIMEOUT_S,
         "keepalives_interval": 2,
