@@ -89,6 +89,8 @@ class _TeeFile:
 
 
 def _part_digest(file: int, begin: int, size: int) -> str:
+    """As part_digest of snapshots/content.py. It stands here, too, since neither midstream nor midstream_kernels is installed
+    where vLLM is: this file imports the standard library, torch and vLLM alone."""
     whole, end = hashlib.sha256(), begin + size
     while begin < end:
         data = os.pread(file, min(_READ_BYTES, end - begin), begin)
