@@ -260,7 +260,9 @@ class Ledger:
 
         def accept(db: sa.Connection) -> SignalResult:
             now = self.now() if committing is None else self.clock.read(db)
-            result = transfers.accept(db, name, signal, fleet, chain_max, self._contents, now, committing)
+            result = signals.accept(db, name, signal, fleet, chain_max, self._contents, now)
+            if committing is not None:
+                transfers.commit(db, committing, result.desired, signal.policies, now)
             if result.changed:
                 snapshots.want_whole(db, name, result.desired.snapshot, rebase_after, self.clock.read(db))
             return result

@@ -22,9 +22,9 @@ import sqlalchemy as sa
 from midstream.core.errors import Conflict
 from midstream.core.table import Table
 from midstream.core.types import Desired, PolicyFate
-from midstream.ledger import deployments, signals
+from midstream.ledger import deployments
 from midstream.ledger.contents import Contents
-from midstream.ledger.records import FleetReports, Kept, Signal, SignalResult, Unkept, from_row
+from midstream.ledger.records import Kept, Unkept, from_row
 from midstream.ledger.schema import deployments as deployments_table
 from midstream.ledger.schema import insert_new, rebases, storable, transfer_updates, transfers
 from midstream.ledger.snapshots import find as find_snapshot
@@ -263,26 +263,10 @@ def _moved(row: Any) -> str:
     return f"another call moved the trainer's group meanwhile: it is {row.phase}"
 
 
-def accept(
-    db: sa.Connection,
-    name: str,
-    signal: Signal,
-    fleet: FleetReports,
-    chain_max: int,
-    contents: Contents,
-    now: float,
-    committing: Committing | None = None,
-) -> SignalResult:
-    """Take a signal, and commit the update that it is of, if any: both or none."""
-    result = signals.accept(db, name, signal, fleet, chain_max, contents, now)
-    if committing is not None:
-        _commit(db, committing, result.desired, signal.policies, now)
-    return result
-
-
-def _commit(
+def commit(
     db: sa.Connection, committing: Committing, desired: Desired, policies: PolicyFate, now: float
 ) -> None:
+    """The signal of the update was taken, in this transaction."""
     seen = committing.transfer
     moved = move(db, seen, Event.COMMITTED, now)
     values = {

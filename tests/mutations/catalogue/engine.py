@@ -16,7 +16,7 @@ ENGINE = (
     Mutation(
         "what_a_turn_waits_for_goes_to_make_room_for_it",
         "engine/embedded/scheduler.py",
-        "        restores.pin(self.pool, ahead)\n",
+        "        if ahead:\n            restores.pin(self.pool, ahead)\n",
         "",
         "What a sequence waits for in the second tier does not go for the blocks that it takes.",
         ("engine/test_offload.py::test_a_long_restore_is_spread_over_steps_and_a_stream_goes_on_meanwhile",),

@@ -333,8 +333,8 @@ REPLICA = (
     Mutation(
         "namespace_dropped",
         "replica/namespaces.py",
-        "for part in (str(namespace), tenant, isolation_key, model):",
-        "for part in (tenant, isolation_key, model):",
+        'return digest.digest() + namespace.to_bytes(16, "little", signed=True)',
+        "return digest.digest()",
         "Requests of different cache namespaces share no KV.",
         ("replica/test_replica_namespaces.py",),
     ),

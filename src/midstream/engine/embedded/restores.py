@@ -1,7 +1,7 @@
 """What a sequence reuses from the second tier of the KV cache: found, pinned and copied back in pieces. Imports no torch.
 
-Always holds: a sequence reads a place only once it is in the pool. It goes on where the chain of what it has ends, so what goes
-from the second tier meanwhile ends what it restores.
+Is called where there is a second tier. Always holds: a sequence reads a place only once it is in the pool. It goes on where the
+chain of what it has ends, so what goes from the second tier meanwhile ends what it restores.
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ def split(pool: BlockPool, chain: list[Prefix]) -> tuple[list[Prefix], list[Pref
     """Of a chain, what can be read at once, and behind it what has to be copied back first, if that is worth it. To measure
     again what seems too dear, a little of it will do."""
     offload = pool.offload
-    if offload is None:
-        return chain, []
+    assert offload is not None
     first = next((at for at, prefix in enumerate(chain) if pool.offloaded(prefix)), len(chain))
     if first == len(chain) or not offload.price.worth():
         return chain[:first], []
@@ -35,9 +34,9 @@ def split(pool: BlockPool, chain: list[Prefix]) -> tuple[list[Prefix], list[Pref
 
 def pin(pool: BlockPool, places: list[Prefix], *, pinned: bool = True) -> None:
     """Keep what a sequence waits for in the second tier, or let go of it."""
-    if pool.offload is not None:
-        for prefix in filter(pool.offloaded, places):
-            (pool.offload.pin if pinned else pool.offload.unpin)(prefix.block)
+    assert pool.offload is not None
+    for prefix in filter(pool.offloaded, places):
+        (pool.offload.pin if pinned else pool.offload.unpin)(prefix.block)
 
 
 def restore(pool: BlockPool, seq: Restoring, budget: int) -> int:
@@ -65,8 +64,6 @@ def restore(pool: BlockPool, seq: Restoring, budget: int) -> int:
 
 def let_go(pool: BlockPool, seq: Restoring) -> None:
     """The sequence is about to release its blocks. Places that it has a copy of get that one."""
-    if pool.offload is None:
-        return
     pin(pool, seq.ahead, pinned=False)
     for prefix, block in zip(seq.path, seq.blocks, strict=False):
         if pool.offloaded(prefix):

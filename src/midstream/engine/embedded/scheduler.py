@@ -320,7 +320,9 @@ class Scheduler:
         if leader is not None and not leader.done and leader.computed < leader.prompt_len:
             return False
         shared = self._match(seq)
-        shared, ahead = restores.split(self.pool, shared)
+        ahead: list[Prefix] = []
+        if self.pool.offload is not None:
+            shared, ahead = restores.split(self.pool, shared)
         for prefix in shared:
             self.pool.retain(prefix.block)
         needed = -(-len(seq.tokens) // self.pool.block_size) - len(shared)
@@ -330,9 +332,9 @@ class Scheduler:
             return False
         if seq.request.session:
             levels = len(seq.tokens) // self.pool.block_size
-            salt = SaltParts.of(seq.request.salt)
-            self.claims.take_up(seq.request.session, salt, shared + ahead, levels)
-        restores.pin(self.pool, ahead)
+            self.claims.take_up(seq.request.session, SaltParts.of(seq.request.salt), shared + ahead, levels)
+        if ahead:
+            restores.pin(self.pool, ahead)
         self.waiting.popleft()
         self.running.append(seq)
         seq.blocks = [prefix.block for prefix in shared] + [self._allocate() for _ in range(needed)]
@@ -468,12 +470,12 @@ class Scheduler:
 
     def _release(self, seq: Sequence, expected_s: float | None = None) -> None:
         request = seq.request
-        restores.let_go(self.pool, seq)
+        if self.pool.offload is not None:
+            restores.let_go(self.pool, seq)
         if request.session and seq.path and request.kept_s:
             expected_s = request.returns_s if expected_s is None else expected_s
             returns = Return(expected_s, request.kept_s)
-            salt = SaltParts.of(request.salt)
-            self.claims.add(request.session, salt, seq.path, returns, self._clock())
+            self.claims.add(request.session, SaltParts.of(request.salt), seq.path, returns, self._clock())
         # In this order, the tail of a prefix is evicted before its head.
         for number in reversed(range(len(seq.blocks))):
             self.pool.release(seq.blocks[number])

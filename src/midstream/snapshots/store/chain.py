@@ -34,6 +34,7 @@ from midstream.snapshots.store.cache import SnapshotCache
 from midstream.snapshots.store.fetch import (
     PARTS_IN_FLIGHT,
     Progress,
+    fetch_listed,
     partial_directory,
     prefetch_files,
     reserve_files,
@@ -52,7 +53,7 @@ from midstream.snapshots.store.local import (
     temporary_directory,
     write_own_listing,
 )
-from midstream.snapshots.store.peers import Peers, open_held
+from midstream.snapshots.store.peers import PeerListing, Peers, open_held
 from midstream.snapshots.store.received import ReceivedFiles
 from midstream.snapshots.store.whole_files import WholeFiles
 from midstream.snapshots.tasks import finished, together
@@ -93,7 +94,6 @@ class ChainFetcher:
         self._sleep = sleep
         self._slots = asyncio.Semaphore(PARTS_IN_FLIGHT)
         self._links = Links(enabled=links)
-        self._fetch_listed = partial(self._peers.fetch, slots=self._slots, links=self._links)
         # The paths in use at the last release, and those of the attempt since then.
         self._in_use: frozenset[Path] = frozenset()
         self._attempting: frozenset[Path] = frozenset()
@@ -397,6 +397,15 @@ class ChainFetcher:
                     self._refuted = [*self._refuted, self._cache.whole(chain)][-REFUTED_KEPT:]
                 raise
             raise SnapshotCorrupt(f"{cause} (once more from {chain[0].snapshot}: {error})") from error
+
+    async def _fetch_listed(
+        self, listing: Listing, dest: Path, progress: Progress | None = None, content: Content | None = None
+    ) -> None:
+        slots, links = self._slots, self._links
+        if isinstance(listing, PeerListing):
+            await self._peers.fetch(listing, dest, progress, slots=slots, content=content, links=links)
+        else:
+            await fetch_listed(listing, dest, progress, slots=slots, content=content, links=links)
 
     async def _refetch_full(self, chain: Chain) -> None:
         """Fetch the full snapshot beside its cached copy, which is replaced at the end. Drop the cached deltas."""

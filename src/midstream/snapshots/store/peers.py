@@ -77,7 +77,7 @@ class Peers:
 
     async def fetch(
         self,
-        listing: Listing,
+        listing: PeerListing,
         dest: Path,
         progress: Progress | None = None,
         *,
@@ -85,7 +85,7 @@ class Peers:
         content: Content | None = None,
         links: Links | None = None,
     ) -> None:
-        """As fetch_listed. Of a replica's listing, the other replicas are asked, too, before it raises."""
+        """As fetch_listed. The other replicas are asked, too, before it raises."""
         again = True
         while True:
             mixed = await asyncio.to_thread(_has_parts, partial_directory(dest.parent, listing.url))
@@ -93,8 +93,6 @@ class Peers:
                 await fetch_listed(listing, dest, progress, slots=slots, content=content, links=links)
                 return
             except SnapshotError as error:
-                if not isinstance(listing, PeerListing):
-                    raise
                 log.warning("the replica at %s: %s", listing.address, error)
                 if mixed and again and isinstance(error, SnapshotCorrupt):
                     # Another one may have given the wrong bytes.
