@@ -12,7 +12,7 @@ import ctypes
 import mmap
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import torch
 
@@ -47,8 +47,7 @@ class Spare:
     Several threads may use it.
     """
 
-    def __init__(self, monotonic: Callable[[], float] = time.monotonic) -> None:
-        self._monotonic = monotonic
+    def __init__(self) -> None:
         # By number of words.
         self._kept: dict[int, list[torch.Tensor]] = {}
         # How many all were when something was kept last.
@@ -89,12 +88,12 @@ class Spare:
     def _add(self, tensors: Iterable[torch.Tensor]) -> None:
         for tensor in tensors:
             self._kept.setdefault(len(tensor), []).append(tensor)
-        self._words, self._kept_at = self._held, self._monotonic()
+        self._words, self._kept_at = self._held, time.monotonic()
 
     def give_back(self, older_s: float = 0.0) -> None:
         """Give back what was kept for so long."""
         with self._lock:
-            if self._monotonic() - self._kept_at < older_s:
+            if time.monotonic() - self._kept_at < older_s:
                 return
             kept, self._kept = self._kept, {}
         _give_back_all(tensor for of_size in kept.values() for tensor in of_size)

@@ -127,7 +127,7 @@ class RetryingCaller:
     """Sends requests, and sends them again where a retry may cure the answer. Safe to use from several threads.
 
     bounded: no request lasts past its deadline. Otherwise the deadline ends only the retries, and a request lasts as long
-    as the timeouts of `http` allow, because sampling may take an hour. sleep, monotonic, now: for tests.
+    as the timeouts of `http` allow, because sampling may take an hour. sleep, monotonic: for tests.
     """
 
     def __init__(
@@ -137,13 +137,12 @@ class RetryingCaller:
         bounded: bool = True,
         sleep: Callable[[float], None] = time.sleep,
         monotonic: Callable[[], float] = time.monotonic,
-        now: Callable[[], float] = time.time,
     ) -> None:
         self._http = http
         self._bounded = bounded
         self.sleep = sleep
         self.monotonic = monotonic
-        self._now = now
+        self._now = time.time
 
     @classmethod
     def of_rollouts(cls, api_key: str | None, parallel: int) -> RetryingCaller:

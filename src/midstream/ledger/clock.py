@@ -27,17 +27,9 @@ class LedgerClock:
     counts.
     """
 
-    def __init__(
-        self,
-        own: Callable[[], float],
-        *,
-        server: bool,
-        ahead_s: float | None = None,
-        monotonic: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, own: Callable[[], float], *, server: bool, ahead_s: float | None = None) -> None:
         self._own = own
         self._server = server
-        self._monotonic = monotonic
         # The time, and our own when it was read.
         self._seen: tuple[float, float] | None = None if ahead_s is None else (ahead_s, 0.0)
 
@@ -49,12 +41,12 @@ class LedgerClock:
         if self._seen is None:
             return self._own()
         theirs, ours = self._seen
-        return theirs + self._monotonic() - ours
+        return theirs + time.monotonic() - ours
 
     def read(self, db: sa.Connection) -> float:
         """The time, in a transaction."""
-        if self._server and (self._seen is None or self._monotonic() - self._seen[1] > LOOK_S):
-            self._seen = float(db.scalar(_SERVER_TIME) or 0.0), self._monotonic()
+        if self._server and (self._seen is None or time.monotonic() - self._seen[1] > LOOK_S):
+            self._seen = float(db.scalar(_SERVER_TIME) or 0.0), time.monotonic()
         return self()
 
 

@@ -83,18 +83,16 @@ class Proxy:
         *,
         replica_token: str | None = None,
         unreachable_s: float = 10.0,
-        clock: Callable[[], float] = time.perf_counter,
-        wall: Callable[[], float] = time.time,
     ) -> None:
         """replica_token: the secret sent to replicas only. unreachable_s: how long a replica may send nothing
-        before the requests on it are given up. clock: what durations are measured with. wall: seconds since the epoch.
+        before the requests on it are given up.
         """
         self.deployments = deployments
         self.upstreams: dict[KnownReplica, Upstream] = {}
         self._token = (replica_token or "").encode()
         self.replica_header = token_header(replica_token).encode()
-        self.clock = clock
-        self._wall = wall
+        #: What durations are measured with.
+        self.clock = time.perf_counter
         self._unreachable_s = unreachable_s
         self._pool_to = pools.to
         self.control = pools.control
@@ -125,7 +123,7 @@ class Proxy:
         """Give up the requests on replicas that have been unreachable for long, and let those go on elsewhere whose replica's
         time is over. Call it regularly."""
         for replica, upstream in list(self.upstreams.items()):
-            if replica.leaves_at is not None and self._wall() >= replica.leaves_at:
+            if replica.leaves_at is not None and time.time() >= replica.leaves_at:
                 for request in list(upstream.requests):
                     request.leave(f"{replica.name} leaves")
             if replica.heard is not None:

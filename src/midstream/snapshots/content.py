@@ -96,18 +96,15 @@ def combined(parts: Iterable[bytes]) -> str:
     return hashlib.sha256(b"".join(parts)).hexdigest()
 
 
-def file_content(
-    path: Path, name: str | None = None, *, known: Mapping[int, bytes] = MappingProxyType({})
-) -> FileContent:
-    """The content of one file. name: None for its own. known: digests of whole parts of it, by where they begin. Raises
-    OSError."""
+def file_content(path: Path, *, known: Mapping[int, bytes] = MappingProxyType({})) -> FileContent:
+    """The content of one file. known: digests of whole parts of it, by where they begin. Raises OSError."""
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         ranges = part_ranges(size)
         unknown = [each for each in ranges if each[0] not in known]
         found = dict(zip(unknown, part_digests(file.fileno(), unknown), strict=True))
     parts = (known[each[0]] if each[0] in known else found[each] for each in ranges)
-    return FileContent(name or path.name, size, combined(parts))
+    return FileContent(path.name, size, combined(parts))
 
 
 def part_ranges(size: int) -> list[tuple[int, int]]:

@@ -82,11 +82,9 @@ class _Work:
 class PagedComputer(Computer):
     """settings: dtype, device and kernels are those of the server. kv_cache_tokens: positions in memory at a time."""
 
-    def __init__(
-        self, files: Files, first: str, settings: EngineSettings, threads: int | None = None
-    ) -> None:
+    def __init__(self, files: Files, first: str, settings: EngineSettings) -> None:
         if settings.threads == 0:
-            cores = threads or os.cpu_count() or 1
+            cores = os.cpu_count() or 1
             settings = EngineSettings(
                 dtype=settings.dtype,
                 device=settings.device,
