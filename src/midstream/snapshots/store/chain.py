@@ -401,11 +401,9 @@ class ChainFetcher:
     async def _fetch_listed(
         self, listing: Listing, dest: Path, progress: Progress | None = None, content: Content | None = None
     ) -> None:
-        slots, links = self._slots, self._links
-        if isinstance(listing, PeerListing):
-            await self._peers.fetch(listing, dest, progress, slots=slots, content=content, links=links)
-        else:
-            await fetch_listed(listing, dest, progress, slots=slots, content=content, links=links)
+        of_peer = isinstance(listing, PeerListing)
+        fetch: Callable[..., Awaitable[None]] = self._peers.fetch if of_peer else fetch_listed
+        await fetch(listing, dest, progress, slots=self._slots, content=content, links=self._links)
 
     async def _refetch_full(self, chain: Chain) -> None:
         """Fetch the full snapshot beside its cached copy, which is replaced at the end. Drop the cached deltas."""
