@@ -7,7 +7,7 @@ Always holds:
 - A claim is given up from its tail, so what is left of it can be reused.
 - Claims are given up one after the other, not all a little: first those that are overdue, the longest overdue first. Then the
   one whose next turn is expected last.
-- A turn takes up the claim that it continues. It ends those of namespaces that its salt had before, and no other owner's.
+- A turn takes up the claim that it continues. It ends its owner's claims in other namespaces, and no other owner's claims.
 - A session has at most BRANCHES_MAX claims, and all sessions CLAIMS_MAX.
 """
 
