@@ -166,7 +166,7 @@ def test_no_call_holds_the_interpreter_for_all_masks(tmp_path: Path, monkeypatch
     async def scenario(here: Running, url: str) -> None:
         inline = (await post(here, "/v1/completions", n=3, **TEXT, **ALL)).json()
         monkeypatch.setattr(pyarrow, "array", counted)
-        monkeypatch.setattr(referenced, "OBJECTS_AT_A_TIME", 8, raising=False)
+        monkeypatch.setattr(referenced, "RECORDS_AT_A_TIME", 8)
         whole = (await post(here, "/v1/completions", n=3, **TEXT, **ALL, **REFERENCE)).json()
         found = read_reference(url, whole["record_reference"])
         for one, choice in zip(found, inline["choices"], strict=True):
@@ -263,7 +263,7 @@ def test_more_rows_than_a_file_may_have_are_refused(tmp_path: Path, monkeypatch:
 
 @pytest.mark.parametrize(
     ("bound", "word"),
-    [("MASKS_BYTES_MAX", "sampling masks of 48 bytes"), ("COLUMNS_BYTES_MAX", "records of")],
+    [("MASKS_BYTES_MAX", "sampling masks of"), ("COLUMNS_BYTES_MAX", "records of")],
 )
 def test_records_that_no_reader_would_take_are_not_written(
     bound: str, word: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -340,6 +340,20 @@ def test_files_that_are_wanted_together_are_put_together(
     files = RecordFiles(tmp_path.as_uri(), "default")
     assert len(asyncio.run(wanted(files))) == files.stats().written == 8
     files.close()
+
+
+def test_tokens_go_before_files(tmp_path: Path) -> None:
+    seen = list[int]()
+
+    def encode() -> Encoded:
+        seen.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+        return Encoded(b"rows", 0, [])
+
+    files = RecordFiles(tmp_path.as_uri(), "default")
+    asyncio.run(files.put(encode))
+    files.close()
+    here = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+    assert seen == [min(here + record_files.NICENESS, 19)]
 
 
 def test_a_full_bucket_refuses_before_anything_is_generated(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """Work on large bodies and results, done beside the event loop.
 
-Owns: the one thread that does it.
+Owns: the one thread that does it, and how a thread lets others go first.
 Always holds: one job runs at a time, in the order in which they came. So jobs take no more of the interpreter than one thread
 does. A thread helps where a job is many short steps: one call into C may hold the interpreter's lock as long as it takes.
 """
@@ -8,6 +8,10 @@ does. A thread helps where a job is many short steps: one call into C may hold t
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
+import sys
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -66,6 +70,16 @@ class Beside:
     async def always(self, job: Callable[[], _T]) -> _T:
         """Like `run`, for jobs that may take long whatever the size."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, job)
+
+
+def lower_priority(niceness: int) -> None:
+    """Lower the priority of this thread, and of the threads that it starts."""
+    # On other systems this would change the priority of the whole process.
+    if sys.platform == "linux" and niceness:
+        thread = threading.get_native_id()
+        with contextlib.suppress(OSError):
+            now = os.getpriority(os.PRIO_PROCESS, thread)
+            os.setpriority(os.PRIO_PROCESS, thread, now + niceness)
 
 
 #: Of this process.

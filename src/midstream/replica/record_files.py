@@ -24,6 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 from midstream.core import extras
+from midstream.core.beside import lower_priority
 from midstream.core.errors import RecordsNotStored, SnapshotError
 from midstream.core.record_files import is_file_name, path_of
 from midstream.core.references import FORMAT, RecordReference, ReferencedRows, SharedFile
@@ -51,6 +52,8 @@ STUCK_S = 5.0
 LEFT_S = 3600.0
 #: Files on their way into the bucket: those that are synced at the same time take hardly longer than one.
 WRITERS = 16
+#: Of the writers: tokens of other answers go first. On a busy core they get a quarter of it.
+NICENESS = 5
 #: Threads that make files at the same time. More would only wait for the interpreter.
 ENCODERS = 2
 NO_BUCKET = f"{PARAM}: this server has no bucket for records: start it with --records URL"
@@ -87,7 +90,7 @@ class RecordFiles:
         #: What no file can be made without; None: nothing is missing.
         self.lacking = extras.advice(extras.missing(["pyarrow"]))
         self.written = WrittenRows()
-        self._writers = ThreadPoolExecutor(WRITERS, "record files")
+        self._writers = ThreadPoolExecutor(WRITERS, "record files", lower_priority, (NICENESS,))
         self._encoders = threading.Semaphore(ENCODERS)
         self._sweeper = threading.Thread(target=self._look_after, name="record files age", daemon=True)
         self._stopping = threading.Event()

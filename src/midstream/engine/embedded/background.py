@@ -6,13 +6,12 @@ raises an error does not stop the jobs behind it.
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import os
 import queue
-import sys
 import threading
 from collections.abc import Callable
+
+from midstream.core.beside import lower_priority
 
 logger = logging.getLogger(__name__)
 
@@ -46,13 +45,3 @@ class Background:
                 logger.exception("a job beside the steps failed")
             # Free what the job holds before waiting for the next one.
             del job
-
-
-def lower_priority(niceness: int) -> None:
-    """Lower the priority of this thread, and of the threads that it starts."""
-    # On other systems this would change the priority of the whole process.
-    if sys.platform == "linux" and niceness:
-        thread = threading.get_native_id()
-        with contextlib.suppress(OSError):
-            now = os.getpriority(os.PRIO_PROCESS, thread)
-            os.setpriority(os.PRIO_PROCESS, thread, now + niceness)

@@ -1,17 +1,16 @@
 """The records of one response as columns, on their way into a file.
 
 Owns: what is kept of each generated token until the response ends, and the Parquet file that is made of it.
-Always holds: the file has what the response would have had inline, number for number. What is kept are arrays, and a thread
-makes the file of them without a step per token.
+Always holds: the file has what the response would have had inline, number for number. The event loop keeps each record, and a
+thread makes columns of them.
 """
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
-from itertools import groupby, takewhile
-from typing import TYPE_CHECKING, Any
+from itertools import chain, groupby, islice, takewhile
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 import numpy as np
@@ -54,55 +53,31 @@ from midstream.replica.shared_rows import FILES_MAX, ROWS, ChoicePlaces, RowsPla
 if TYPE_CHECKING:
     import pyarrow as pa
 
-_UNKNOWN = float("nan")
-#: Routes and masks that one call takes, as none lets the event loop run meanwhile.
-OBJECTS_AT_A_TIME = 4096
+#: Records whose values one call takes, as none lets the event loop run meanwhile.
+RECORDS_AT_A_TIME = 4096
 
 
 class _Rows:
-    """Of one choice. lead: tokens of the prompt that are shown and have no row. prompt: snapshots of those that have one."""
+    """Of one choice. lead: tokens of the prompt that are shown and have no row. prompt: how many of `records`, the first
+    ones, are of its other tokens."""
 
-    def __init__(self, *, routes: bool, router_weights: bool, masks: bool) -> None:
-        self.lead, self.prompt = list[int](), list[str]()
-        self.token_ids = array("i")
-        self.logprobs, self.sampling_logprobs = array("d"), array("d")
-        self.near_ties, self.constrained = bytearray(), bytearray()
-        self.routes: list[bytes] | None = [] if routes else None
-        self.router_weights: list[bytes] | None = [] if router_weights else None
-        self.masks: list[bytes] | None = [] if masks else None
-
-    def take(self, record: TokenRecord) -> None:
-        sampling = record.sampling_logprob
-        self.token_ids.append(record.token_id)
-        self.logprobs.append(record.logprob)
-        self.sampling_logprobs.append(_UNKNOWN if sampling is None else sampling)
-        self.near_ties.append(record.near_tie)
-        self.constrained.append(record.constrained)
-        if self.routes is not None and record.route is not None:
-            self.routes.append(record.route)
-        if self.router_weights is not None and record.router_weights is not None:
-            self.router_weights.append(record.router_weights)
-        if self.masks is not None and record.mask is not None:
-            self.masks.append(record.mask)
+    def __init__(self) -> None:
+        self.lead, self.prompt = list[int](), 0
+        self.records = list[TokenRecord]()
 
     def take_prompt(self, records: Iterable[TokenRecord]) -> None:
-        """Nothing was before the first token of a prompt, so it has no route and no row. No token was drawn from a mask."""
+        """Nothing was before the first token of a prompt, so it has no route and no row."""
         for record in records:
             if record.route is None:
                 self.lead.append(record.token_id)
             else:
-                self.take(record)
-                self.prompt.append(record.snapshot)
-                if self.masks is not None:
-                    self.masks.append(b"")
+                self.records.append(record)
+                self.prompt += 1
 
     def drop(self, count: int) -> None:
         """The first ones exist already."""
-        columns: list[Any] = [self.token_ids, self.logprobs, self.sampling_logprobs, self.near_ties]
-        columns += [self.constrained, self.prompt, self.routes, self.masks]
-        for column in columns:
-            if column is not None:
-                del column[:count]
+        del self.records[:count]
+        self.prompt -= count
 
 
 class ReferencedRecords:
@@ -129,10 +104,7 @@ class ReferencedRecords:
         self._n = checked.n
         self._prompts = prompts
         self._shared = shared
-        self._rows = [
-            _Rows(routes=self._routes, router_weights=self._router_weights, masks=self._masks)
-            for _ in range(checked.n * len(prompts))
-        ]
+        self._rows = [_Rows() for _ in range(checked.n * len(prompts))]
         #: By choice, where its rows are; and of new rows that may be referred to, the places by key.
         self._places = list[ChoicePlaces]()
         self._new: dict[bytes, int] = {}
@@ -153,7 +125,7 @@ class ReferencedRecords:
 
     def take(self, choice: int, record: TokenRecord) -> None:
         """A generated token, in its order."""
-        self._rows[choice].take(record)
+        self._rows[choice].records.append(record)
 
     def take_prompt(self, choice: int, records: Iterable[TokenRecord]) -> None:
         """Those that the choice shows, before its first generated token."""
@@ -185,9 +157,10 @@ class ReferencedRecords:
         for choice in choices:
             rows, salt = self._rows[choice.index], shared.salts[choice.index // self._n]
             earlier, keys = list[RowsPlace](), list[bytes]()
-            if rows.lead and rows.routes is not None:
-                keys = list(keys_of((salt, self._in_order), rows.lead, rows.token_ids, rows.routes))
-                earlier = self._files.written.leading(keys[: len(rows.prompt) // ROWS], self._new, until)
+            if rows.lead and self._routes:
+                ids = [record.token_id for record in rows.records]
+                keys = list(keys_of((salt, self._in_order), rows.lead, ids, _bytes(rows.records, "route")))
+                earlier = self._files.written.leading(keys[: rows.prompt // ROWS], self._new, until)
                 if len({place.file for place in earlier}) > FILES_MAX:
                     # All rows are written again, and the next choice finds them in one file.
                     earlier = []
@@ -196,9 +169,9 @@ class ReferencedRecords:
                 rows.drop(len(earlier) * ROWS)
             for at, key in enumerate(keys[len(earlier) :]):
                 self._new.setdefault(key, start + at * ROWS)
-            count = len(rows.token_ids)
+            count = len(rows.records)
             self._places.append(
-                ChoicePlaces(len(rows.lead), earlier, start, count, sampled=count - len(rows.prompt))
+                ChoicePlaces(len(rows.lead), earlier, start, count, sampled=count - rows.prompt)
             )
             start += count
 
@@ -228,14 +201,14 @@ class ReferencedRecords:
         found, start = list[ChoiceAbout](), 0
         for choice in choices:
             rows = self._rows[choice.index]
-            count = len(rows.token_ids)
+            count = len(rows.records)
             found.append(
                 ChoiceAbout(
                     index=choice.index,
                     start=start,
                     count=count,
                     prompt_tokens=len(self._prompts[choice.index // self._n].token_ids),
-                    prompt_rows=len(rows.prompt),
+                    prompt_rows=rows.prompt,
                     kv_snapshots=spans(choice.kv),
                     earlier_kv_snapshots=earlier_spans(choice.earlier_kv),
                 )
@@ -254,29 +227,46 @@ class ReferencedRecords:
         import pyarrow as pa
 
         rows = [self._rows[choice.index] for choice in choices]
-        logprobs = _joined(rows, "logprobs", np.float64)
-        sampling = _joined(rows, "sampling_logprobs", np.float64)
+        parts = [self._columns(part, about) for part in _in_parts(one.records for one in rows)]
+        parts = parts or [self._columns([], about)]
+        columns = {name: pa.chunked_array([part[name] for part in parts]) for name in parts[0]}
+        columns["snapshot"] = _snapshots(choices, rows)
+        size = columns[MASK].nbytes if self._masks else 0
+        if size > MASKS_BYTES_MAX:
+            message = f"{PARAM}: sampling masks of {size} bytes, at most {MASKS_BYTES_MAX} fit a file"
+            raise RecordsNotStored(message, param=PARAM)
+        names = dict.fromkeys([*COLUMNS, *columns])
+        fields = [pa.field(name, columns[name].type, name == "sampling_logprob") for name in names]
+        return pa.Table.from_arrays([columns[name] for name in names], schema=pa.schema(fields))
+
+    def _columns(self, records: list[TokenRecord], about: FileAbout) -> dict[str, Any]:
+        """All but the snapshots, of some rows. Raises EngineFailed."""
+        import pyarrow as pa
+
+        logprobs = np.array([record.logprob for record in records], np.float64)
+        sampling = np.array([record.sampling_logprob for record in records], np.float64)
         if np.isnan(logprobs).any():
             raise EngineFailed("the model produced NaN; the serving snapshot's weights are not usable")
+        near_ties = bytes([record.near_tie for record in records])
+        constrained = bytes([record.constrained for record in records])
         columns: dict[str, Any] = {
-            "token_id": pa.array(_joined(rows, "token_ids", np.int32)),
+            "token_id": pa.array(np.array([record.token_id for record in records], np.int32)),
             "logprob": pa.array(np.maximum(logprobs, LOGPROB_MIN)),
             # Of one that is no number, the engine does not know it.
             "sampling_logprob": pa.array(np.maximum(sampling, LOGPROB_MIN), from_pandas=True),
-            "snapshot": _snapshots(choices, rows),
-            "near_tie": pa.array(_joined(rows, "near_ties", np.uint8)),
-            "constrained": pa.array(_joined(rows, "constrained", np.uint8).astype(bool)),
+            "near_tie": pa.array(np.frombuffer(near_ties, np.uint8)),
+            "constrained": pa.array(np.frombuffer(constrained, np.bool_)),
         }
-        assert columns.keys() == COLUMNS.keys()
+        assert {*columns, "snapshot"} == COLUMNS.keys()
         if self._routes:
-            routes = _fixed(rows, "routes", about.route_bytes)
+            routes = _fixed(records, "route", about.route_bytes)
             columns |= {ROUTE: routes} if self._in_order else {ROUTE_GAPS: _gaps(routes, about)}
         if self._router_weights:
-            columns[ROUTER_WEIGHTS] = _fixed(rows, "router_weights", about.weights_bytes)
+            columns[ROUTER_WEIGHTS] = _fixed(records, "router_weights", about.weights_bytes)
         if self._masks:
-            columns[MASK] = _masks(rows)
-        fields = [pa.field(name, one.type, name == "sampling_logprob") for name, one in columns.items()]
-        return pa.Table.from_arrays(list(columns.values()), schema=pa.schema(fields))
+            # No token of a prompt was drawn from one.
+            columns[MASK] = pa.array([record.mask or b"" for record in records], pa.binary())
+        return columns
 
 
 def split(
@@ -303,29 +293,31 @@ def check_rows(requests: Sequence[GenerateRequest], info: ModelInfo, checked: Ch
         raise InvalidRequest(message, param=PARAM)
 
 
-def _joined(rows: Sequence[_Rows], name: str, dtype: Any) -> Any:
-    return np.concatenate([np.empty(0, dtype), *(np.frombuffer(getattr(one, name), dtype) for one in rows)])
+def _in_parts(given: Iterable[list[TokenRecord]]) -> Iterator[list[TokenRecord]]:
+    """Of all that is given, one behind the other."""
+    records = chain.from_iterable(given)
+    while part := list(islice(records, RECORDS_AT_A_TIME)):
+        yield part
 
 
-def _in_parts(given: Iterable[list[bytes] | None]) -> Iterator[list[bytes]]:
-    for one in given:
-        for at in range(0, len(one or ()), OBJECTS_AT_A_TIME):
-            yield (one or [])[at : at + OBJECTS_AT_A_TIME]
-
-
-def _fixed(rows: Sequence[_Rows], name: str, width: int) -> pa.ChunkedArray:
-    """A column of values of equal width."""
-    import pyarrow as pa
-
-    parts, given = list[Any](), [getattr(one, name) or [] for one in rows]
-    if any(len(values) != len(one.token_ids) for values, one in zip(given, rows, strict=True)):
+def _bytes(records: Sequence[TokenRecord], name: Literal["route", "router_weights"]) -> list[bytes]:
+    values = [record.route for record in records]
+    if name == "router_weights":
+        values = [record.router_weights for record in records]
+    found = [value for value in values if value is not None]
+    if len(found) != len(records):
         raise EngineFailed(f"the engine returned a token without its {name.replace('_', ' ')}")
-    for values in _in_parts(given):
-        joined, count = b"".join(values), len(values)
-        if len(joined) != width * count:
-            raise EngineFailed(f"the engine returned {len(joined)} bytes of {name} for {count} tokens")
-        parts.append(_fixed_array(joined, count, width))
-    return pa.chunked_array(parts, pa.binary(width))
+    return found
+
+
+def _fixed(
+    records: Sequence[TokenRecord], name: Literal["route", "router_weights"], width: int
+) -> pa.FixedSizeBinaryArray:
+    """A column of values of equal width."""
+    joined, count = b"".join(_bytes(records, name)), len(records)
+    if len(joined) != width * count:
+        raise EngineFailed(f"the engine returned {len(joined)} bytes of {name} for {count} tokens")
+    return _fixed_array(joined, count, width)
 
 
 def _fixed_array(data: Any, count: int, width: int) -> pa.FixedSizeBinaryArray:
@@ -334,28 +326,11 @@ def _fixed_array(data: Any, count: int, width: int) -> pa.FixedSizeBinaryArray:
     return pa.Array.from_buffers(pa.binary(width), count, [None, pa.py_buffer(data)])
 
 
-def _gaps(routes: pa.ChunkedArray, about: FileAbout) -> pa.ChunkedArray:
+def _gaps(routes: pa.FixedSizeBinaryArray, about: FileAbout) -> pa.FixedSizeBinaryArray:
     """A column of routes, as gaps."""
-    import pyarrow as pa
-
-    dtype, parts = np.dtype("<u2" if about.route_dtype == "uint16" else "u1"), list[Any]()
-    for chunk in routes.chunks:
-        experts = np.frombuffer(chunk.buffers()[1], dtype).reshape(len(chunk), *about.route_shape)
-        parts.append(_fixed_array(gaps_of(experts), len(chunk), about.route_bytes))
-    return pa.chunked_array(parts, routes.type)
-
-
-def _masks(rows: Sequence[_Rows]) -> pa.ChunkedArray:
-    import pyarrow as pa
-
-    parts, size = list[Any](), 0
-    for masks in _in_parts(one.masks for one in rows):
-        size += sum(map(len, masks))
-        parts.append(pa.array(masks, pa.binary()))
-    if size > MASKS_BYTES_MAX:
-        message = f"{PARAM}: sampling masks of {size} bytes, at most {MASKS_BYTES_MAX} fit a file"
-        raise RecordsNotStored(message, param=PARAM)
-    return pa.chunked_array(parts, pa.binary())
+    dtype = np.dtype("<u2" if about.route_dtype == "uint16" else "u1")
+    experts = np.frombuffer(routes.buffers()[1], dtype).reshape(len(routes), *about.route_shape)
+    return _fixed_array(gaps_of(experts), len(routes), about.route_bytes)
 
 
 def _snapshots(choices: Sequence[Choice], rows: Sequence[_Rows]) -> pa.Array:
@@ -364,7 +339,8 @@ def _snapshots(choices: Sequence[Choice], rows: Sequence[_Rows]) -> pa.Array:
 
     runs = list[tuple[str, int]]()
     for choice, own in zip(choices, rows, strict=True):
-        runs += [(name, len(list(same))) for name, same in groupby(own.prompt)]
+        shown = [record.snapshot for record in own.records[: own.prompt]]
+        runs += [(name, len(list(same))) for name, same in groupby(shown)]
         runs += [(name, end - start) for name, start, end in choice.spans]
     names = list(dict.fromkeys(name for name, _ in runs))
     numbers = {name: number for number, name in enumerate(names)}

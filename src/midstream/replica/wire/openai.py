@@ -5,8 +5,9 @@ Always holds: `choices` is never null. A chunk names the snapshot of its tokens.
 
 from __future__ import annotations
 
-from base64 import b64encode
+from binascii import b2a_base64
 from collections.abc import Mapping
+from functools import partial
 from math import isnan
 
 import msgspec
@@ -49,6 +50,7 @@ from midstream.replica.wire.base import Read, Wire
 from midstream.replica.wire.dialects import END_NAMES, openai_usage
 
 _encode = msgspec.json.Encoder().encode
+_base64 = partial(b2a_base64, newline=False)
 #: The event of one token of a stream: an Entry in a DeltaChoice or a TextChoice. First comes what is the same for all tokens of
 #: a snapshot (`_opening`).
 _TOKEN = (
@@ -113,11 +115,11 @@ class OpenAIEncoder(RecordEncoder):
             drawn = b"" if isnan(sampling) else _NO_SAMPLING
         more = NEAR_TIE_JSON[record.near_tie]
         if self._masks and record.mask is not None:
-            more = b',"sampling_mask":"%b"%b' % (b64encode(record.mask), more)
+            more = b',"sampling_mask":"%b"%b' % (_base64(record.mask), more)
         if self._router_weights and record.router_weights is not None:
-            more = b',"router_weights":"%b"%b' % (b64encode(record.router_weights), more)
+            more = b',"router_weights":"%b"%b' % (_base64(record.router_weights), more)
         if self._routes and record.route is not None:
-            more = b',"routing_matrix":"%b"%b%b' % (b64encode(record.route), self._route_dtype_json, more)
+            more = b',"routing_matrix":"%b"%b%b' % (_base64(record.route), self._route_dtype_json, more)
         if record.constrained:
             more += _CONSTRAINED
         numbers = (_encode(record.logprob), drawn, offset, token)
