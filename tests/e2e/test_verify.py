@@ -24,7 +24,7 @@ from verified_records import Kept, make_records
 from midstream.cli import main
 from midstream.client.journal import read_records
 from midstream.core.config import EngineSettings
-from midstream.core.masks import kept_ids
+from midstream.core.masks import EVERY, kept_ids
 from midstream.core.types import BASE_SNAPSHOT
 from midstream.verify.claims import gather
 from midstream.verify.findings import Cause, Finding
@@ -279,14 +279,17 @@ def turn_twice(records: list[Record], rng: random.Random) -> Planted:
 
 
 def wrong_mask_id(records: list[Record], rng: random.Random) -> Planted:
-    """The sampled id is another one in its mask, or the mask is that of another token."""
+    """The sampled id is another one in its mask, the mask is that of another token, or says that nothing was left out."""
     record = rng.choice([one for one in turns_of(records) if one["turn"]["sampling_masks"]])
     masks, ids = record["turn"]["sampling_masks"], record["turn"]["token_ids"]
     kept = [kept_ids(base64.b64decode(mask), token) for mask, token in zip(masks, ids, strict=True)]
     at = rng.choice([at for at, one in enumerate(kept) if one is not None and len(one) > 1])
     strangers = [other for other, one in enumerate(kept) if one is not None and ids[at] not in one]
-    if strangers and rng.random() < 0.5:
+    drawn = rng.random()
+    if strangers and drawn < 0.4:
         masks[at] = masks[rng.choice(strangers)]
+    elif drawn < 0.6:
+        masks[at] = base64.b64encode(EVERY).decode()
     else:
         left = {*(kept[at] or ())} - {ids[at]}
         other = rng.choice([one for one in range(256) if one not in left and one != ids[at]])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from base64 import b64encode
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -13,20 +15,21 @@ from explained import World
 from families import write_model
 
 from midstream.core.config import EngineSettings
+from midstream.core.masks import EVERY
 from midstream.core.traces import sampling_of
 from midstream.core.types import GenerateRequest, SamplingParams
 from midstream.engine.embedded.limits import TokenLimiter
 from midstream.engine.embedded.sampler import sample
-from midstream.engine.step import SampleRow
+from midstream.engine.step import SampleRow, mask_of
 from midstream.verify.claims import Claim, Tree, gather
-from midstream.verify.compare import TOLERANCES, Computed, compare
-from midstream.verify.drawing import redrawn
+from midstream.verify.compare import TOLERANCES, Computed, compare, wrong_masks
+from midstream.verify.drawing import is_plain, redrawn
 from midstream.verify.explain import Explainer
 from midstream.verify.findings import Cause
 from midstream.verify.gaps import GapCause
 from midstream.verify.jobs import Computer, Numbers, OnComputed, PassJob
 from midstream.verify.paged import PagedComputer
-from midstream.verify.readings import mass
+from midstream.verify.readings import masks_of, mass
 from midstream.verify.verifier import Report, Verifier
 
 VOCAB, TOKENS = 97, 24
@@ -56,23 +59,28 @@ GIVEN: list[dict[str, Any]] = [
 ]
 
 
-def drawn(given: dict[str, Any], seed: int) -> tuple[Claim, np.ndarray]:
+def drawn(given: dict[str, Any], seed: int, *, masked: bool = False) -> tuple[Claim, np.ndarray]:
     """A turn as the engine samples it from random logits, and those logits."""
     params = SamplingParams(max_tokens=TOKENS, seed=seed, **given)
     random = torch.Generator().manual_seed(seed)
     logits = 3 * torch.randn(TOKENS, VOCAB, generator=random)
     limiter = TokenLimiter(params, VOCAB, None) if params.limited else None
-    history, sampling = [*PROMPT], []
+    history, sampling, masks = [*PROMPT], [], list[bytes | None]()
     for at in range(TOKENS):
         mask = None if limiter is None else limiter.mask()
-        row = SampleRow(params, 0, len(history), history, len(PROMPT), 0, mask)
+        row = SampleRow(params, 0, len(history), history, len(PROMPT), 0, mask, wants_mask=True)
         found = sample(logits[at : at + 1], [row])
         if limiter is not None:
             limiter.accept(found.tokens[0])
         history = [*history, *found.tokens]
         sampling += found.sampling_logprobs
+        masks += found.masks
     request = GenerateRequest(request_id="r", prompt=PROMPT, sampling=params)
-    return claim_of(request, history[len(PROMPT) :], sampling), logits.numpy()
+    claim = claim_of(request, history[len(PROMPT) :], sampling)
+    if masked:
+        told = [b64encode(mask or b"").decode() for mask in masks]
+        claim.turn = msgspec.structs.replace(claim.turn, sampling_masks=told)
+    return claim, logits.numpy()
 
 
 def claim_of(request: GenerateRequest, tokens: Sequence[int], sampling: Sequence[float]) -> Claim:
@@ -133,6 +141,75 @@ def test_rounding_that_parameters_enlarge_is_no_difference(given: dict[str, Any]
         assert compare(claim, computed, TOLERANCES["float32"]).sampling == ()
         claim.turn.sampling_logprobs[3] -= 0.1
         assert compare(claim, computed, TOLERANCES["float32"]).sampling == (3,)
+
+
+def wrong_masks_of(claim: Claim, logits: np.ndarray) -> set[int]:
+    computed, made = Computed(claim, []), redrawn(claim, "float32")
+    if made is not None and not is_plain(claim.turn.sampling):
+        made.hear(0, logits)
+        computed.draw(made)
+    wrong = {one.token for one in wrong_masks(claim, VOCAB)}
+    return wrong | {*compare(claim, computed, TOLERANCES["float32"]).mask}
+
+
+def with_mask(claim: Claim, at: int, kept: Sequence[int] | None) -> Claim:
+    masks = [*(claim.turn.sampling_masks or ())]
+    masks[at] = b64encode(EVERY if kept is None else mask_of(np.array(kept, dtype=np.int64))).decode()
+    return replace(claim, turn=msgspec.structs.replace(claim.turn, sampling_masks=masks))
+
+
+def test_a_mask_may_lack_a_weight_that_no_sum_shows() -> None:
+    for seed in range(3):
+        claim, logits = drawn({"temperature": 0.02, "top_k": 5}, seed, masked=True)
+        assert any(ids is not None and len(ids) < 5 for ids in masks_of(claim, VOCAB))
+        assert wrong_masks_of(claim, logits) == set()
+
+
+def test_a_narrower_tolerance_leaves_a_border_less_room() -> None:
+    wide, narrow = set[int](), set[int]()
+    claim, logits = drawn({"top_p": 0.6}, 1, masked=True)
+    short = set[int]()
+    for at, ids in enumerate(masks_of(claim, VOCAB)):
+        assert ids is not None
+        others = sorted({*ids.tolist()} - {claim.turn.token_ids[at]}, key=lambda one: logits[at, one])
+        if others:
+            claim = with_mask(claim, at, sorted({*ids.tolist()} - {others[0]}))
+            short.add(at)
+    for found, rounding in ((wide, 1.0), (narrow, 1e-4)):
+        made = redrawn(claim, "bfloat16", rounding)
+        assert made is not None
+        made.hear(0, logits)
+        found |= {*made.wrong_masks}
+    assert wide < short == narrow
+
+
+@pytest.mark.parametrize("given", GIVEN, ids=str)
+def test_a_mask_has_what_its_parameters_leave_and_no_token_more_or_fewer(given: dict[str, Any]) -> None:
+    planted = 0
+    for seed in range(3):
+        claim, logits = drawn(given, seed, masked=True)
+        noise = np.random.default_rng(seed).uniform(-1e-6, 1e-6, logits.shape).astype(np.float32)
+        assert wrong_masks_of(claim, logits + noise) == set()
+        for at, ids in enumerate(masks_of(claim, VOCAB)):
+            kept = [*range(VOCAB)] if ids is None else ids.tolist()
+            token = claim.turn.token_ids[at]
+            lightest = min(
+                (one for one in kept if one != token), key=lambda one: logits[at, one], default=None
+            )
+            others = [one for one in range(VOCAB) if one not in kept]
+            wrong: list[list[int] | None] = [None] if len(kept) < VOCAB else []
+            if lightest is not None and not {"top_p", "min_p"} <= given.keys():
+                # Of both, another order of the two may leave one token fewer.
+                wrong.append([one for one in kept if one != lightest])
+            wrong += [sorted([*kept, other]) for other in others[:: len(others) // 3 + 1]]
+            if lightest is not None and others:
+                # So light that the sampling log-probability does not show it.
+                faint = min(others, key=lambda one: logits[at, one])
+                wrong.append(sorted({*kept, faint} - {lightest}))
+            for mask in wrong:
+                assert wrong_masks_of(with_mask(claim, at, mask), logits) == {at}
+                planted += 1
+    assert planted >= 3 * TOKENS
 
 
 class Rows(Computer):

@@ -78,6 +78,9 @@ class Detective:
             return _of_routes(claim, found, computed)
         if found.weights and not found.logprob:
             return _of_weights(claim, found, computed, self._tolerance)
+        if found.mask and not found.logprob:
+            detail = f"the mask of token {found.mask[0]} is not what its recorded sampling parameters leave"
+            return Explained(Cause.MASK, detail)
         if found.sampling and not found.logprob:
             at = found.sampling[0]
             above = (claim.turn.sampling_logprobs or [0.0])[at] or 0.0

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from midstream.core.masks import kept_ids
+from midstream.core.traces import TurnSampling
 from midstream.verify.claims import Claim
-from midstream.verify.drawing import Redrawn, grown, is_plain
+from midstream.verify.drawing import Redrawn, grown, is_greedy, is_plain
 from midstream.verify.findings import TokenDifference
 from midstream.verify.jobs import Numbers
 
@@ -36,6 +37,7 @@ class Compared:
     sampling: tuple[int, ...]
     label: tuple[int, ...]
     weights: tuple[int, ...]
+    mask: tuple[int, ...]
 
     @property
     def clean(self) -> bool:
@@ -44,20 +46,22 @@ class Compared:
     @property
     def tokens(self) -> set[int]:
         """Those that differ in any column."""
-        return {*self.logprob, *self.route, *self.sampling, *self.label, *self.weights}
+        return {*self.logprob, *self.route, *self.sampling, *self.label, *self.weights, *self.mask}
 
 
 class Computed:
     """The numbers of all parts of a turn, put together: a row for each sampled token.
 
     sampling: the sampling log-probability of each token; None: the record does not have what shaped it.
-    weights: of the experts in `routes`; None: not asked for, or the model's code hides them.
+    weights: of the experts in `routes`; None: not asked for, or the model's code hides them. wrong_masks: tokens whose mask the
+    record's sampling parameters do not leave.
     """
 
     def __init__(self, claim: Claim, parts: Sequence[tuple[int, int, Numbers]]) -> None:
         self.claim = claim
         count = len(claim.labels)
         self.sampling: np.ndarray | None = None
+        self.wrong_masks: Sequence[int] = ()
         self.logprobs, self.best = np.zeros(count), np.zeros(count)
         self.routes: np.ndarray | None = None
         self.weights: np.ndarray | None = None
@@ -78,7 +82,7 @@ class Computed:
     def draw(self, drawn: Redrawn | None) -> None:
         """drawn: what heard the passes."""
         if drawn is not None:
-            self.sampling = drawn.values
+            self.sampling, self.wrong_masks = drawn.values, drawn.wrong_masks
         elif is_plain(self.claim.turn.sampling):
             self.sampling = self.logprobs
 
@@ -97,7 +101,12 @@ def compare(claim: Claim, computed: Computed, tolerance: float) -> Compared:
     sampling = _sampled_otherwise(claim, computed, tolerance)
     weights = np.flatnonzero(weights_off(claim, computed, tolerance).any((1, 2)))
     return Compared(
-        _tuple(logprob), _tuple(route), tuple(sampling), tuple(mislabelled(claim)), _tuple(weights)
+        _tuple(logprob),
+        _tuple(route),
+        tuple(sampling),
+        tuple(mislabelled(claim)),
+        _tuple(weights),
+        tuple(sorted({*computed.wrong_masks})),
     )
 
 
@@ -155,7 +164,7 @@ def wrong_masks(claim: Claim, vocab: int) -> Iterator[TokenDifference]:
     for at, (mask, token, logprob) in enumerate(
         zip(turn.sampling_masks or (), turn.token_ids, sampled, strict=False)
     ):
-        why = _wrong_mask(mask, token, logprob, vocab)
+        why = _wrong_mask(mask, token, logprob, vocab) or _unlike_its_draw(mask, token, turn.sampling, vocab)
         if why is not None:
             yield TokenDifference(at, "sampling_masks", mask[:40], why)
 
@@ -176,6 +185,17 @@ def _wrong_mask(mask: str, token: int, logprob: float | None, vocab: int) -> str
     if len(ids) == 1 and logprob is not None and abs(logprob) > ALONE_OFF:
         return f"the token alone, whose sampling_logprob is 0, not {logprob:.6f}"
     return None
+
+
+def _unlike_its_draw(mask: str, token: int, sampling: TurnSampling | None, vocab: int) -> str | None:
+    """Of the draws that leave one token, or every one. mask: well formed."""
+    if sampling is None or not (is_plain(sampling) or is_greedy(sampling)):
+        return None
+    ids = kept_ids(b64decode(mask), token)
+    count = vocab if ids is None else len(ids)
+    if is_greedy(sampling):
+        return None if count == 1 else "the token alone, as in a greedy draw"
+    return None if count == vocab else "every token: no limit and no filter was asked for"
 
 
 def mislabelled(claim: Claim) -> Iterator[int]:
@@ -218,6 +238,10 @@ def _route_values(claim: Claim, computed: Computed, token: int) -> tuple[str, st
     return f"{recorded}"[:120], f"{made}"[:120]
 
 
+def _mask_values(claim: Claim, _: Computed, token: int) -> tuple[str, str]:
+    return (claim.turn.sampling_masks or [])[token][:40], "what its recorded sampling parameters do not leave"
+
+
 def _weight_values(claim: Claim, computed: Computed, token: int) -> tuple[str, str]:
     recorded, made = claim.router_weights, computed.weights
     return _by_expert(claim.routes, recorded, token), _by_expert(computed.routes, made, token)
@@ -239,6 +263,7 @@ _COLUMNS: dict[str, tuple[Callable[[Compared], tuple[int, ...]], _Values]] = {
     "sampling_logprobs": (lambda found: found.sampling, _sampling_values),
     "routing_matrix": (lambda found: found.route, _route_values),
     "router_weights": (lambda found: found.weights, _weight_values),
+    "sampling_masks": (lambda found: found.mask, _mask_values),
 }
 
 

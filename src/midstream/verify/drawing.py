@@ -1,8 +1,9 @@
 """What a turn's sampling parameters make of the logits of a pass: penalties, limits, temperature and filters, in NumPy. Pure.
 
-Owns: the sampling log-probability of a recorded token, computed again from its record. It shares no code with a sampler.
-Always holds: where rounding may have put a filter's border elsewhere, what comes closest to the recorded number counts. A
-recorded mask stands for the filters. Parameters that a record does not have are never guessed.
+Owns: the sampling log-probability of a recorded token, computed again from its record, and whether a recorded mask is what the
+filters leave. It shares no code with a sampler.
+Always holds: where rounding may have put a filter's border elsewhere, what comes closest to the recorded number counts,
+and each such mask is right. Parameters that a record does not have are never guessed.
 """
 
 from __future__ import annotations
@@ -20,13 +21,17 @@ from midstream.verify.claims import Claim
 from midstream.verify.jobs import PassJob
 from midstream.verify.readings import masks_of, mass, sought_by, temperature_of
 
+#: In nats below the heaviest token: what is left may have a sum of 1 without such a weight.
+FAINT = 30.0
 
-def redrawn(claim: Claim, dtype: str) -> Redrawn | None:
-    """What hears the passes of the turn; None: it has no sampling log-probabilities, or not all that shaped them."""
+
+def redrawn(claim: Claim, dtype: str, rounding: float = 1.0) -> Redrawn | None:
+    """What hears the passes of the turn; None: it has no sampling log-probabilities, or not all that shaped them. rounding: how
+    much of what the dtype allows."""
     recorded = claim.turn.sampling_logprobs
     if not recorded or None in recorded or not recomputable(claim.turn.sampling):
         return None
-    return Redrawn(claim, NEAR_TIE.get(dtype, max(NEAR_TIE.values())))
+    return Redrawn(claim, rounding * NEAR_TIE.get(dtype, max(NEAR_TIE.values())))
 
 
 def heard(drawn: Redrawn | None, first: int, job: PassJob) -> PassJob:
@@ -126,7 +131,7 @@ class Redrawn:
     """Hears the passes of a turn, and has the log-probability of each draw.
 
     slack: how much rounding may change the difference of two logits, as a share of the largest one. values: of each token; NaN
-    where no pass was heard.
+    where no pass was heard. wrong_masks: tokens whose mask these parameters do not leave.
     """
 
     def __init__(self, claim: Claim, slack: float) -> None:
@@ -139,6 +144,7 @@ class Redrawn:
         self._kept: Sequence[np.ndarray | None] | None = None
         self._whole: frozenset[int] | None = None
         self.rows: dict[int, np.ndarray] = {}
+        self.wrong_masks = list[int]()
         # How far the recorded raw log-probabilities are off the rows.
         self._rounding = 0.0
 
@@ -172,11 +178,15 @@ class Redrawn:
             self._rounding = max(self._rounding, abs(own - self._claim.logprobs[at]))
         warm = shaped / self._sampling.temperature
         own = float(warm[self._claim.turn.token_ids[at]])
-        kept = None if self._kept is None else self._kept[at]
+        slack = self._slack * float(np.abs(row).max()) * scaled(self._sampling) / self._sampling.temperature
+        kept = None
+        if self._kept is not None:
+            kept = self._kept[at]
+            if not may_leave(warm, np.arange(len(row)) if kept is None else kept, self._sampling, slack):
+                self.wrong_masks.append(at)
         if kept is not None:
             self.values[at] = own - float(mass(warm[kept], -1))
             return
-        slack = self._slack * float(np.abs(row).max()) * scaled(self._sampling) / self._sampling.temperature
         most, least = _masses(warm, own, self._sampling, slack)
         # Of a token that cannot have been drawn the number is infinite, or none.
         near = float(np.clip(self._recorded[at], own - most, own - least))
@@ -189,6 +199,36 @@ class Redrawn:
         kept = self._kept or [None] * len(self.values)
         off = max(tolerance, 2 * self._rounding) * scaled(self._sampling)
         return temperature_of(self.rows, self._claim.turn.token_ids, kept, self._recorded, off)
+
+
+def may_leave(warm: np.ndarray, kept: np.ndarray, sampling: TurnSampling, slack: float) -> bool:
+    """Whether filters may leave just these tokens. warm: what they see. slack: how much rounding changes a logit."""
+    inside = np.zeros(len(warm), dtype=bool)
+    inside[kept] = True
+    left, out = warm[inside], float(warm[~inside].max(initial=-np.inf))
+    lightest, heaviest = float(left.min()), float(warm.max())
+    if lightest == -np.inf or out > lightest + slack:
+        return False
+    if not is_filtered(sampling):
+        return out == -np.inf
+    ranked = sampling.top_k if 0 < sampling.top_k < len(warm) else len(warm)
+    floor = heaviest + np.log(sampling.min_p) if sampling.min_p > 0 else -np.inf
+    over = warm if ranked == len(warm) else np.partition(warm, -ranked)[-ranked:]
+    wholes = [float(mass(over, -1))]
+    if sampling.min_p > 0:
+        # Engines apply top_p to what top_k left, before or behind min_p.
+        wholes.append(float(mass(over[over >= min(floor, heaviest)], -1)))
+    # Equal weights may all be left.
+    may_stay = int((left > lightest + slack).sum()) < ranked and lightest >= floor - slack
+    cut = len(left) >= ranked or out < max(floor + slack, heaviest - FAINT)
+    if sampling.top_p >= 1:
+        return may_stay and cut
+    inner, off = float(mass(left, -1)), slack * sampling.top_p * (1 - sampling.top_p) + SUM_ROUNDING
+    return may_stay and any(
+        (len(left) == 1 or np.exp(inner - whole) - np.exp(lightest - whole) < sampling.top_p + off)
+        and (cut or np.exp(inner - whole) >= sampling.top_p - off)
+        for whole in wholes
+    )
 
 
 def _masses(warm: np.ndarray, own: float, sampling: TurnSampling, slack: float) -> tuple[float, float]:

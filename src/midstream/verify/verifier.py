@@ -90,6 +90,7 @@ class Verifier:
         self._computer, self._missing, self._is_adapter = computer, missing, is_adapter
         usual = TOLERANCES.get(computer.dtype, max(TOLERANCES.values()))
         self.tolerance = usual if tolerance is None else tolerance
+        self._rounding = self.tolerance / usual
         self._with_ties = with_ties
         self._detective = Detective(computer, self.tolerance)
         #: The tokens that a turn truly had, where ids were at fault; None: they are not known.
@@ -238,7 +239,7 @@ class Verifier:
 
     def _redrawn(self, claim: Claim) -> Redrawn | None:
         """None: there is nothing that it would need rows for."""
-        return None if is_plain(claim.turn.sampling) else redrawn(claim, self._computer.dtype)
+        return None if is_plain(claim.turn.sampling) else redrawn(claim, self._computer.dtype, self._rounding)
 
     # -- causes
 
@@ -280,7 +281,7 @@ class Verifier:
     def _sampling_cause(self, suspect: Suspect) -> Explained | None:
         """Only the sampling log-probabilities differ, and by more than one number."""
         found, given = suspect.found, suspect.claim.turn.sampling
-        drawn = redrawn(suspect.claim, self._computer.dtype)
+        drawn = redrawn(suspect.claim, self._computer.dtype, self._rounding)
         if drawn is None or given is None or found.logprob or found.label or len(found.sampling) < 2:
             return None
         self._computer.compute([heard(drawn, first, job) for first, _, job in jobs_of(suspect.claim)])
@@ -288,6 +289,8 @@ class Verifier:
         other = drawn.other_temperature(self.tolerance)
         if other is not None:
             return Explained(Cause.SAMPLING, f"temperature {other:g} gives every number, and {recorded}")
+        if found.mask:
+            return None
         return Explained(Cause.SAMPLING, f"no temperature gives its numbers, and {recorded}")
 
     def _remember(self, claim: Claim, why: Explained) -> None:
