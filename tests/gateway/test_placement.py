@@ -10,8 +10,17 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from midstream.core.types import Session
-from midstream.fleet.placement import ARRAYS_FROM, FILLED_FROM, Candidate, Decision, Fleet, load_limit, stays
-from midstream.fleet.prefixes import Known
+from midstream.fleet.placement import (
+    ARRAYS_FROM,
+    FILLED_FROM,
+    GROUP_SLACK,
+    Candidate,
+    Decision,
+    Fleet,
+    load_limit,
+    stays,
+)
+from midstream.fleet.prefixes import Group, Known
 from midstream.fleet.sessions import SessionTable
 
 BOUND = 0.25
@@ -254,3 +263,87 @@ def test_room_in_the_kv_cache_is_no_reason_before_one_of_two_replicas_is_half_fu
     assert set(homes.values()) == {"a", "b"}
     assert placed(0.2) == placed(FILLED_FROM) == homes
     assert placed(FILLED_FROM + 0.01) == dict.fromkeys(homes, "b")
+
+
+# -- groups
+
+
+def placed_in_groups(groups: list[int], replicas: int, bound: float = BOUND) -> list[Counter[str]]:
+    """Sessions of each group on each replica, when all begin and none ends. groups: which one each session is of."""
+    loads, homes = Counter[str](), dict[int, str]()
+    found = [Counter[str]() for _ in range(1 + max(groups))]
+    for count, group in enumerate(groups):
+        everyone = Fleet(Candidate(f"replica-{i}", loads[f"replica-{i}"]) for i in range(replicas))
+        told = Group(("", f"group {group}"), homes.get(group, ""))
+        placed = everyone.place_session(("", f"s{count}"), bound, None, loads, told)
+        assert placed is not None
+        homes[group] = placed[0].name
+        loads[homes[group]] += 1
+        found[group][homes[group]] += 1
+    return found
+
+
+@given(loaded, st.lists(st.integers(0, 50), min_size=9, max_size=9), sessions, st.integers(0, 8))
+def test_a_session_joins_its_group_only_as_far_as_chance_makes_replicas_differ(
+    members: list[tuple[int, float]], counts: list[int], session: Session, group: int
+) -> None:
+    everyone = fleet([load for load, _ in members], [weight for _, weight in members])
+    held = {f"replica-{place}": count for place, count in enumerate(counts)}
+    told = Group(("", "g"), f"replica-{group}")
+    alone = chosen(everyone.place_session(session, BOUND, None, held))
+    joined = chosen(everyone.place_session(session, BOUND, None, held, told))
+    assert joined in (alone, group)
+    weights = [weight for _, weight in members]
+
+    def near(of: list[int]) -> bool:
+        there, other = of[group] / weights[group], of[alone] / weights[alone]
+        return there <= other + GROUP_SLACK + math.sqrt(other)
+
+    if group < len(members):
+        assert (joined == group) == (group == alone or (near([load for load, _ in members]) and near(counts)))
+
+
+@given(st.randoms(), st.sampled_from([(1, 64), (4, 16), (16, 6), (6, 64), (96, 1)]), st.integers(2, 8))
+def test_groups_of_any_size_leave_replicas_balanced(
+    random: Random, sizes: tuple[int, int], replicas: int
+) -> None:
+    groups, streams = sizes
+    order = [group for group in range(groups) for _ in range(streams)]
+    random.shuffle(order)
+    counts = Counter[str]()
+    for one in placed_in_groups(order, replicas):
+        counts += one
+    mean = len(order) / replicas
+    assert max(counts.values()) <= load_limit(len(order), BOUND, 1, replicas) + GROUP_SLACK + math.sqrt(mean)
+
+
+@pytest.mark.parametrize("replicas", [4, ARRAYS_FROM])
+def test_a_group_is_on_one_replica_or_two(replicas: int) -> None:
+    order = [group for group in range(4 * replicas) for _ in range(6)]
+    pieces = sum(len(one) for one in placed_in_groups(order, replicas))
+    assert pieces <= 2 * 4 * replicas
+    alone = placed_in_groups(list(range(len(order))), replicas)
+    apart = sum(len({*one, *other}) for one, other in zip(alone[::2], alone[1::2], strict=True))
+    assert apart > len(order) * 0.8, "sessions of no group are apart"
+
+
+def test_a_large_group_is_on_all_replicas() -> None:
+    (one,) = placed_in_groups([0] * 64, 4)
+    assert sorted(one) == [f"replica-{place}" for place in range(4)]
+    assert max(one.values()) <= 22
+
+
+def test_a_group_that_begins_has_the_same_candidates_on_all_gateways() -> None:
+    for number in range(20):
+        told = Group(("t", f"g{number}"))
+        first, other = (fleet([0] * 8).place_session(("t", key), BOUND, None, {}, told) for key in ("a", "b"))
+        assert first == other
+
+
+def test_a_session_does_not_join_where_it_would_wait_while_it_would_not_elsewhere() -> None:
+    told = Group(("", "g"), "a")
+    for there, other, joins in ((1.3, 0.9, False), (1.3, 1.1, True), (0.9, 0.4, True), (1.3, None, True)):
+        everyone = Fleet([Candidate("a", 1, filled=there), Candidate("b", 0, filled=other)])
+        placed = everyone.place_session(("", "s"), 1e9, None, {"a": 1}, told)
+        assert placed is not None
+        assert (placed[0].name == "a") == joins, (there, other)

@@ -12,7 +12,7 @@ from gateway_harness import Message, Peer, Stage, post, respond_ok, run, staged
 from session_holders import until
 
 from midstream.fleet import prefixes
-from midstream.fleet.prefixes import BOUNDS, FIRST_BOUND, PrefixTable, read_prompt
+from midstream.fleet.prefixes import BOUNDS, FIRST_BOUND, LAST_BOUND, PrefixTable, group_of, read_prompt
 
 
 def chat(*turns: str, **more: Any) -> bytes:
@@ -215,5 +215,56 @@ def test_a_group_of_samples_of_one_prompt_spreads_over_replicas_by_load(size: in
             assert not stage.gateway.proxy.deployments.default.prefixes._running
             turn = chat(text("solve this ", 3000), text("thinking ", 500), n=1)
             assert (await ask(stage, turn))[1] == "prefix", "a later turn follows as before"
+
+    run(main)
+
+
+# -- groups of sessions
+
+
+def test_a_group_is_of_one_prompt_to_its_end() -> None:
+    system = text("the same for all ", 40_000)
+    one = group_of("", chat(system, "task 1"))
+    assert one is not None
+    assert group_of("", chat(system, "task 1", seed=7, user="somebody else")) == one
+    assert group_of("t", chat(system, "task 1")) != one, "another tenant"
+    tasks = {group_of("", chat(system, f"task {number}")) for number in range(100)}
+    assert len(tasks) == 100, "a system prompt makes no group"
+    ids = json.dumps({"prompt": list(range(1000)), "messages_of": {"messages": 1}}).encode()
+    assert group_of("", ids) is not None
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        chat("short"),
+        chat("short", metadata=text("long ", 2000)),
+        b'{"messages":[' + b"1," * 1000,
+        b"[" * 3000,
+        chat(text("x", LAST_BOUND)),
+    ],
+)
+def test_what_is_short_or_long_or_no_prompt_has_no_group(body: bytes) -> None:
+    assert group_of("", body) is None
+    assert PrefixTable().group("", body) is None
+
+
+def test_sessions_of_one_prompt_go_to_one_replica_and_those_of_a_system_prompt_do_not() -> None:
+    system = text("the same for all ", 3000)
+
+    async def placed(stage: Stage, key: str, task: str) -> str:
+        answer = await stage.ask(post(chat(system, task, seed=len(key)), headers=f"x-session-id: {key}\r\n"))
+        assert (answer.status, answer.headers["x-midstream-route-reason"]) == (200, "new")
+        return answer.headers["x-midstream-replica"]
+
+    async def main() -> None:
+        async with staged(*[respond_ok] * 4) as stage:
+            for task in ("one", "two", "three"):
+                group = {await placed(stage, f"{task}-{number}", task) for number in range(3)}
+                assert len(group) == 1, task
+            assert len({await placed(stage, f"alone-{number}", f"{number}") for number in range(16)}) == 4
+        async with staged(*[respond_ok] * 4, follow_prefixes=False) as stage:
+            assert len({await placed(stage, f"off-{number}", "one") for number in range(8)}) > 1
 
     run(main)

@@ -2,16 +2,22 @@
 
 A known session stays where its KV cache is. A new session goes to the highest of its rendezvous-hash candidates that is not
 overloaded. If one is half full and the next one has clearly more room in its KV cache, or else clearly fewer sessions, it goes
-there. So sessions are balanced as by a table, and gateways agree as by a hash. A request without a session goes where its
-prompt's beginning is cached, if that replica is not overloaded. Else it goes to the replica with the least load. Other requests
-with that beginning may be running, as in a group of samples of one prompt. Then following gives the replica no more than its
-even share of the load.
+there. So sessions are balanced as by a table, and gateways agree as by a hash.
+
+Sessions of a group, whose first prompts are equal, go where the last one of it went: their prompt is computed and held there.
+What that may cost is an imbalance such as chance makes anyway: two and the root of what the other candidate has, in sessions
+and in requests.
+
+A request without a session goes where its prompt's beginning is cached, if that replica is not overloaded. Else it goes to the
+replica with the least load. Other requests with that beginning may be running, as in a group of samples of one prompt. Then
+following gives the replica no more than its even share of the load.
 
 Always holds:
 - Same session, same replica, while that replica is usable. When it is not, only its sessions move, and they stay where
   they moved. (The caller remembers homes, and keeps one that failed a single request.)
 - A new or moved session, counted in, raises no replica above ceil((1 + bound) x its share of the load). So no replica is
-  buried, however the hashes fall. Shares are in proportion to weights.
+  buried, however the hashes fall. Shares are in proportion to weights. One that joins its group may exceed that, by what the
+  replica that it would go to otherwise allows.
 - Equal inputs give equal decisions, in whatever order replicas are listed: gateways that see equal loads agree without
   talking to each other.
 """
@@ -29,7 +35,7 @@ from typing import Any, Generic, Literal, Protocol, TypeVar
 
 from midstream.core.types import Session
 from midstream.fleet.loads import LoadTable
-from midstream.fleet.prefixes import Known
+from midstream.fleet.prefixes import Group, Known
 
 RouteReason = Literal["sticky", "new", "moved", "priced", "prefix", "balanced"]
 
@@ -41,6 +47,8 @@ _Ranked = tuple[int, int, int]
 CLEARLY, CLEARLY_SHARE = 1, 0.02
 # By how much of its KV budget a replica is clearly less filled, and from where on that matters.
 CLEARLY_FILLED, FILLED_FROM = 0.05, 0.5
+# By so many sessions or requests, and the root of another replica's, one may exceed that for the prompt of a group.
+GROUP_SLACK = 2
 # Requests over the limit, for a prompt that would have to be computed anywhere else.
 FOLLOW_SLACK = 2
 _load, _place = attrgetter("load"), attrgetter("place")
@@ -158,18 +166,21 @@ class Fleet(Generic[M]):
         bound: float,
         home: str | None = None,
         sessions: Mapping[str, int] = MappingProxyType({}),
+        group: Group | None = None,
     ) -> tuple[M, Decision] | None:
         """Place a session without a home that can serve this request. None: no members.
 
-        sessions: how many live on each replica, by name.
+        sessions: how many live on each replica, by name. group: of a new session.
         """
         if not self.members:
             return None
-        if self._arrays is None:
-            best = self._best(_hash(*session), self._loads(), bound)
-        else:
-            best = self._arrays.best(_hash(*session), bound)
+        # All gateways have the same candidates for a group that begins.
+        hashed = _hash(*(session if group is None or group.home else group.key))
+        arrays = self._arrays
+        best = self._best(hashed, self._loads(), bound) if arrays is None else arrays.best(hashed, bound)
         place, rank, limit = self._emptier(best, sessions)
+        if group is not None and (found := self._joining(group, place, sessions)) is not None:
+            return found
         chosen = self.members[place]
         load = self._replicas[place].load
         why = f"rendezvous candidate {rank} of {len(self.members)}, load {load}, limit {limit}"
@@ -227,6 +238,24 @@ class Fleet(Generic[M]):
             return None
         why = f"{known.share:.0%} of its prompt is known on {replica}, load {load}, limit {limit}"
         return self.members[place], Decision(replica, "prefix", why)
+
+    def _joining(self, group: Group, other: int, sessions: Mapping[str, int]) -> tuple[M, Decision] | None:
+        """Where the group is, if that costs no more than its prompt does. other: the place that it would go to otherwise."""
+        at = self._places.get(group.home)
+        if at is None:
+            return None
+        (there, load, filled), (elsewhere, least, free) = (
+            (sessions.get(self.members[one].name, 0), self._replicas[one].load, self._replicas[one].kv_filled)
+            for one in (at, other)
+        )
+        weight, lighter = self._weights[at], self._weights[other]
+        if not (_close(there / weight, elsewhere / lighter) and _close(load / weight, least / lighter)):
+            return None
+        if filled is not None and free is not None and free <= 1 < filled:
+            # It would wait there, and elsewhere it would not.
+            return None
+        why = f"its group is there, {there} sessions and load {load}, elsewhere {elsewhere} and {least}"
+        return self.members[at], Decision(group.home, "new", f"new session: {why}")
 
     def _loads(self) -> list[int]:
         return list(map(_load, self._replicas))
@@ -353,6 +382,10 @@ def _first_two(scores: Any) -> list[int]:
         if scores[later] > scores[second]:
             second = later
     return [first, second]
+
+
+def _close(there: float, other: float) -> bool:
+    return there <= other + GROUP_SLACK + math.sqrt(other)
 
 
 def load_limit(total: float, bound: float, weight: float, weights: float) -> int:

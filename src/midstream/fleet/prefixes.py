@@ -7,22 +7,29 @@ computed it.
 Requests that run at the same time and share a beginning are a group, of samples of one prompt for example. `Known.shared` says
 so, and placement spreads a group by load instead of filling one replica with it.
 
-Always holds: the table never exceeds its bound; the least recently used beginning goes first. A body is never parsed, and of
-each piece at most PIECE_BYTES are hashed. Equal prompts of two tenants are different ones. A wrong guess costs a cache miss,
-nothing else.
+Sessions whose first prompts are equal to the end are a group, too (`group_of`). Sessions that share a system prompt are none.
+
+Always holds: the table never exceeds its bound; the least recently used beginning goes first. A body is never parsed for its
+beginnings, and of each piece at most PIECE_BYTES are hashed. Equal prompts of two tenants are different ones. A wrong guess
+costs a cache miss, nothing else.
 """
 
 from __future__ import annotations
 
 import re
+import zlib
 from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import msgspec
+
+from midstream.core.decoding import NOT_JSON
 from midstream.core.errors import InvalidRequest
 from midstream.core.headers import HEADER_FOLLOW_PREFIX
+from midstream.core.types import Session
 
 # Share of a prompt's bytes. A shorter common beginning decides nothing.
 FOLLOWED_FROM = 0.5
@@ -37,6 +44,14 @@ BEGINNINGS_MAX = 200_000
 
 _FOLLOW = HEADER_FOLLOW_PREFIX.encode()
 _VALUE = re.compile(rb'"(?:messages|prompt)"[ \t\r\n]*:')
+
+
+class _Prompts(msgspec.Struct):
+    prompt: msgspec.Raw = msgspec.Raw()
+    messages: msgspec.Raw = msgspec.Raw()
+
+
+_decoder = msgspec.json.Decoder(_Prompts)
 
 
 def _bounds() -> tuple[int, ...]:
@@ -93,6 +108,27 @@ def follows(headers: Mapping[bytes, bytes]) -> bool:
     return value is not None
 
 
+def group_of(tenant: str, body: bytes) -> Session | None:
+    """What new sessions with this very prompt have in common, for all gateways. None: too little to matter, or too much to
+    look at."""
+    if not FIRST_BOUND < len(body) <= LAST_BOUND:
+        return None
+    try:
+        found = _decoder.decode(body)
+    except NOT_JSON:
+        # The replica says what is wrong with it.
+        return None
+    prompt = memoryview(found.messages or found.prompt)
+    return (tenant, f"{zlib.crc32(prompt):08x}-{len(prompt)}") if len(prompt) > FIRST_BOUND else None
+
+
+class Group(NamedTuple):
+    """Of a new session. home: where the last session of it was placed; "": nowhere that is known."""
+
+    key: Session
+    home: str = ""
+
+
 class Known(NamedTuple):
     """replica: which computed it last; share: of the prompt's bytes that it knows; alone: no other one ever computed them;
     shared: requests that run now begin with them, too."""
@@ -105,7 +141,7 @@ class Known(NamedTuple):
 
 class PrefixTable:
     """Beginning -> name of the replica that computed it last, and whether it alone ever did; how many running requests have
-    each beginning."""
+    each beginning. Group -> where its last session was placed."""
 
     def __init__(self, beginnings_max: int = BEGINNINGS_MAX) -> None:
         self._max = beginnings_max
@@ -130,6 +166,18 @@ class PrefixTable:
                 return Known(home[0], share, home[1], prompt.beginnings[place] in self._running)
         return None
 
+    def group(self, tenant: str, body: bytes) -> Group | None:
+        """Of a new session with this first request."""
+        key = group_of(tenant, body)
+        if key is None:
+            return None
+        home = self._homes.get(hash(key))
+        return Group(key) if home is None else Group(key, home[0])
+
+    def joined(self, group: Group, replica: str) -> None:
+        """A session of the group was placed."""
+        self._learn((hash(group.key),), replica)
+
     def begin(self, prompt: PromptBeginnings) -> None:
         """A request with this prompt runs from now on, until `end`."""
         for beginning in prompt.beginnings:
@@ -146,8 +194,11 @@ class PrefixTable:
 
     def learn(self, prompt: PromptBeginnings, replica: str) -> None:
         """The replica computes it."""
+        self._learn(prompt.beginnings, replica)
+
+    def _learn(self, beginnings: tuple[int, ...], replica: str) -> None:
         homes, alone, shared = self._homes, (replica, True), (replica, False)
-        for beginning in prompt.beginnings:
+        for beginning in beginnings:
             before = homes.get(beginning, alone)
             homes[beginning] = alone if before == alone else shared
             homes.move_to_end(beginning)

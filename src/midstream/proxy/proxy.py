@@ -39,7 +39,7 @@ from midstream.core.wires import UserField
 from midstream.fleet.access import meant, scopes_header
 from midstream.fleet.known_replica import KnownReplica
 from midstream.fleet.placement import Decision, Fleet, sticky
-from midstream.fleet.prefixes import PrefixTable, PromptBeginnings
+from midstream.fleet.prefixes import Group, PrefixTable, PromptBeginnings
 from midstream.fleet.registry import Deployment, Deployments
 from midstream.fleet.replica_set import ReplicaSet
 from midstream.fleet.sessions import body_model
@@ -224,13 +224,15 @@ class Proxy:
         tried: Collection[str] = (),
         eligible: Callable[[ReplicaView], bool] | None = None,
         prompt: PromptBeginnings | None = None,
+        body: bytes = b"",
     ) -> Placed | None:
         """Choose a replica that is usable, not in `tried`, and `eligible`.
 
         A request that may move avoids replicas that take nothing new.
 
         It becomes the session's home, unless the session has a usable one that only cannot serve this request. prompt: a
-        request without a session, or with an unknown one, goes where the beginning of its prompt is cached.
+        request without a session, or with an unknown one, goes where the beginning of its prompt is cached. body: what the
+        group of a new session is read from.
         """
         replicas, prefixes = deployment.replicas, deployment.prefixes
         lives = None if session is None else deployment.sessions.lives(session)
@@ -247,19 +249,24 @@ class Proxy:
             fleet = replicas.fleet
             if tried or eligible is not None:
                 fleet = _rest(replicas, tried, eligible)
+            group: Group | None = None
             found = None if prompt is None or home is not None else self._follow(fleet, prefixes, prompt)
             if found is None and session is None:
                 found = fleet.place_request(self._turn)
                 self._turn += 1
             elif found is None and session is not None:
                 counts = deployment.sessions.counts
+                if home is None and self.follows_prefixes and len(fleet) > 1:
+                    group = prefixes.group(session[0], body)
                 if home is not None and replicas.leaves(home):
                     found = fleet.place_leaving(session, self._bound, home, counts)
                 else:
-                    found = fleet.place_session(session, self._bound, home, counts)
+                    found = fleet.place_session(session, self._bound, home, counts, group)
             if found is None:
                 return None
             placed = Placed(*found)
+            if group is not None:
+                prefixes.joined(group, placed.view.name)
             if session is not None:
                 # A policy may not be loaded yet where its session lives.
                 stays = at_home is not None or (home is not None and deployment.lives_on(home))

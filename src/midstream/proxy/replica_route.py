@@ -134,7 +134,7 @@ class ReplicaRoute(Route):
             self._tries.ordered, self._at.placed = None, ordered
             return PLACED
         deployment, versions, tried = self._deployment, self._versions, self._tries.replicas
-        session = self._asked.session
+        session, prompt = self._asked.session, self._asked.prompt
         if deployment.replicas.learning and self._may_learn():
             return Judgement(RequestEvent.NOT_YET, Until(deployment.replicas))
         if versions is not None and (against := self._judge_version(versions)) is not None:
@@ -144,7 +144,7 @@ class ReplicaRoute(Route):
             if waits is not None:
                 return waits
         eligible = None if versions is None else versions.fits
-        placed = self._proxy.place(deployment, session, tried, eligible, self._asked.prompt)
+        placed = self._proxy.place(deployment, session, tried, eligible, prompt, self._request.body)
         if placed is None:
             return self._placed_nowhere()
         if placed.stamp == 0 and self._rest is not None and session is not None:
