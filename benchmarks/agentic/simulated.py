@@ -1,10 +1,10 @@
-"""A trace before simulated replicas: the production account, queue, scheduler and block pool, on a clock that is a number.
+"""A trace before simulated replicas: the production placement, account, queue, scheduler and block pool, on a simulated clock.
 
 Owns: how rules of the KV budget are compared in seconds, before `make bench-agents` measures them. A step of a replica takes as
 long as its decodes, prompt tokens and new turns cost on the machine of docs/benchmarks.md; replicas share its two cores.
 Always holds: a seed is one run. The first round has seen no session end, the second one knows what the first one came to.
 
-    python -m agentic.simulated [--trace FILE] [--tokens-scale F] [--kv 0.6 1 2] [--offload 0 0.4] [--seeds 3]
+    python -m agentic.simulated [--trace FILE] [--tokens-scale F] [--kv 0.6 1 2] [--offload 0 0.4] [--seeds 3] [--apart]
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from midstream.core.types import GenerateRequest, SamplingParams, Session
 from midstream.engine.embedded.blocks import BlockPool
 from midstream.engine.embedded.offload import CopyPrice, Offload
 from midstream.engine.embedded.scheduler import Scheduler, Sequence, StepWork
+from midstream.fleet.placement import Candidate, Fleet
+from midstream.fleet.prefixes import Group
 from midstream.replica.kv_account import Beginning, KvAccount
 from midstream.replica.kv_queue import KvQueue, Waiting
 
@@ -36,6 +38,7 @@ COPY_S = 1e-6
 #: From an answer to its client.
 WIRE_S = 1e-3
 SHARE = 0.95
+LOAD_BOUND = 0.25
 FAMILY = 32
 
 
@@ -171,13 +174,14 @@ class Replica:
 @dataclass(eq=False)
 class SimulatedFleet:
     """kv, offload: of the trace's live tokens, what the caches of all replicas hold, and their second tiers. budget: whether
-    sessions wait."""
+    sessions wait. apart: sessions of a group are placed as any others."""
 
     trace: Trace
     kv: float
     seed: int
     budget: bool = True
     offload: float = 0.0
+    apart: bool = False
     now: float = 0.0
     waited: int = 0
     draw: random.Random = field(init=False)
@@ -203,12 +207,11 @@ class SimulatedFleet:
         for replica in self.replicas:
             replica.computed = replica.placed = 0
         shared, prompts = self._drawn(self.trace.shared_len), dict[int, list[int]]()
+        homes = dict[int, str]()
         for place, one in enumerate(self.trace.trajectories):
             if one.group not in prompts:
                 prompts[one.group] = shared + self._drawn(one.prompt_len - len(shared))
-            replica = min(self.draw.sample(self.replicas, 2), key=lambda each: each.placed)
-            replica.placed += 1
-            self._begin(place, replica, prompts[one.group])
+            self._begin(place, self._placed(place, one.group, homes), prompts[one.group])
         while len(self._over_s) < len(self.trace.trajectories):
             self.now, _, call = heapq.heappop(self._events)
             call()
@@ -220,6 +223,19 @@ class SimulatedFleet:
         return Figures(
             times[-1], times[int(0.9 * len(times))], computed / ideal_prefill(self.trace), self.waited
         )
+
+    def _placed(self, place: int, group: int, homes: dict[int, str]) -> Replica:
+        """By the gateway's rule, which knows of each session, while none has ended. homes: where each group was placed."""
+        counts = {str(number): replica.placed for number, replica in enumerate(self.replicas)}
+        name = f"{self.seed}-{self._round}"
+        told = None if self.apart else Group((name, f"group {group}"), homes.get(group, ""))
+        fleet = Fleet(Candidate(*one) for one in counts.items())
+        placed = fleet.place_session((name, str(place)), LOAD_BOUND, None, counts, told)
+        assert placed is not None
+        homes[group] = placed[0].name
+        replica = self.replicas[int(placed[0].name)]
+        replica.placed += 1
+        return replica
 
     def _drawn(self, count: int) -> list[int]:
         return self.draw.choices(range(VOCABULARY), k=count)
@@ -244,10 +260,10 @@ class SimulatedFleet:
 
 
 def rounds(
-    trace: Trace, kv: float, seeds: int, *, budget: bool = True, offload: float = 0.0
+    trace: Trace, kv: float, seeds: int, *, budget: bool = True, offload: float = 0.0, apart: bool = False
 ) -> list[Figures]:
     """Medians of the first and of the second round."""
-    fleets = [SimulatedFleet(trace, kv, seed, budget, offload) for seed in range(seeds)]
+    fleets = [SimulatedFleet(trace, kv, seed, budget, offload, apart) for seed in range(seeds)]
     found = [(fleet.round(), fleet.round()) for fleet in fleets]
     return [
         Figures(*map(statistics.median, zip(*each, strict=True)))  # type: ignore[arg-type]
@@ -262,10 +278,11 @@ def main() -> None:
     parser.add_argument("--kv", nargs="*", type=float, default=[0.6, 1.0, 2.0])
     parser.add_argument("--offload", nargs="*", type=float, default=[0.0, 0.4])
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--apart", action="store_true", help="sessions of a group are placed as any others")
     args = parser.parse_args()
     trace = scaled(first_groups(read(args.trace), 16, 6), args.tokens_scale, 0.03)
     for kv, offload, budget in itertools.product(args.kv, args.offload, (False, True)):
-        found = rounds(trace, kv, args.seeds, budget=budget, offload=offload)
+        found = rounds(trace, kv, args.seeds, budget=budget, offload=offload, apart=args.apart)
         for name, one in zip(("first", "second"), found, strict=True):
             print(
                 f"{kv:4.0%} + {offload:4.0%} {'budget' if budget else 'none':6} {name:6} wall {one.wall_s:5.2f} s,"
