@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from tiers import examples
 
 from midstream.core.types import Session
-from midstream.replica.kv_account import GROUPS_MAX, LEARNED_FROM, Beginning, KvAccount
+from midstream.replica.kv_account import GROUPS_MAX, Beginning, KvAccount
+from midstream.replica.kv_lengths import LEARNED_FROM
 from midstream.replica.kv_queue import OVERTAKEN, PLACES_MAX, KvQueue, Waiting
 
 
@@ -165,7 +166,7 @@ def test_what_is_learned_of_groups_that_never_end_and_clients_that_never_stay_is
         queue.keep_place(("", str(n)), 0.0, 0.0)
     assert (len(account._groups), len(queue._left)) == (GROUPS_MAX, PLACES_MAX)
     assert {len(one) for one in account._groups.values()} <= {1, LEARNED_FROM}
-    assert len(account._finals) == LEARNED_FROM
+    assert len(account._lengths) == LEARNED_FROM
     account.check()
     assert not account._members, "a session that is over is remembered"
     assert not account._mates

@@ -12,17 +12,15 @@ Always holds:
 
 from __future__ import annotations
 
-from bisect import bisect_right, insort
-from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from operator import itemgetter
 from typing import NamedTuple
 
 from midstream.core.types import Session
+from midstream.replica.kv_lengths import Lengths, Recent
 
-#: What is learned is learned from so many, the latest.
-LEARNED_FROM = 256
 #: So many are enough for a group to be judged by its own.
 GROUP_KNOWN_FROM = 4
 GROUPS_MAX = 1024
@@ -30,6 +28,8 @@ GROUPS_MAX = 1024
 MOVED_MAX = 4096
 #: Of sessions that came to more tokens than this one has, the share that its need covers; and of answers, likewise.
 COVERED = 0.6
+#: A session ends at one of these, each as likely: the upper ends of four quarters of what others came to.
+QUARTERS = (0.25, 0.5, 0.75, 0.99)
 #: A session that has more than any came to that is known will grow as much again as it grew, as is expected, and in all by so
 #: many turns at least.
 TURNS_EXPECTED = 12
@@ -46,29 +46,6 @@ class Beginning(NamedTuple):
 
     family: int
     group: int
-
-
-@dataclass(eq=False, slots=True)
-class Recent:
-    """The latest values, and quantiles of them."""
-
-    _values: deque[float] = field(default_factory=deque)
-    _ordered: list[float] = field(default_factory=list)
-
-    def __len__(self) -> int:
-        return len(self._values)
-
-    def add(self, value: float) -> None:
-        if len(self._values) == LEARNED_FROM:
-            del self._ordered[bisect_right(self._ordered, self._values.popleft()) - 1]
-        self._values.append(value)
-        insort(self._ordered, value)
-
-    def quantile(self, share: float, above: float = -1.0) -> float | None:
-        """Of those above a value; None if there is none."""
-        first = bisect_right(self._ordered, above)
-        count = len(self._ordered) - first
-        return self._ordered[first + min(count - 1, int(share * count))] if count else None
 
 
 @dataclass(eq=False, slots=True)
@@ -94,6 +71,7 @@ class SessionNeed:
     number: int = 0
     counted: int = 0
     live: int = 0
+    ends: tuple[int, ...] = ()
     begun: bool = False
     learned: bool = False
 
@@ -104,19 +82,31 @@ class SessionNeed:
 
 
 class Forecast(NamedTuple):
-    """What a session has, and what it will have more."""
+    """What a session has; what it claims more; and what it may grow by, each as likely: one number or four. None: what it
+    claims."""
 
     live: int
     growth: int
+    ends: tuple[int, ...] = ()
 
 
 def most_at_once(claims: Iterable[Forecast]) -> int:
-    """Of sessions that grow alike, and of which each ends once it has grown: the most that they have at one time."""
-    most = held = 0
-    for count, one in enumerate(sorted(claims, key=itemgetter(1), reverse=True), start=1):
-        held += one.live
-        most = max(most, held + count * one.growth)
-    return most
+    """Of sessions that grow alike, and of which each ends once it has grown: the most that they are expected to have at one
+    time."""
+    # In quarters of tokens and of sessions.
+    whole = len(QUARTERS)
+    parts = [
+        (end, one.live * whole // len(ends), whole // len(ends))
+        for one in claims
+        for ends in [one.ends or (one.growth,)]
+        for end in ends
+    ]
+    most = held = count = 0
+    for end, live, part in sorted(parts, key=itemgetter(0), reverse=True):
+        held += live
+        count += part
+        most = max(most, held + count * end)
+    return -(-most // whole)
 
 
 class KvAccount:
@@ -134,13 +124,13 @@ class KvAccount:
         self._idle: OrderedDict[Session, None] = OrderedDict()
         # The numbers of sessions that were to go on elsewhere. Nobody may have taken them.
         self._moved: OrderedDict[Session, int] = OrderedDict()
-        self._groups: OrderedDict[int, Recent] = OrderedDict()
+        self._groups: OrderedDict[int, Lengths] = OrderedDict()
         # Those of each family that claim, for what they share; and how many each group has.
         self._members: dict[int, dict[Session, SessionNeed]] = {}
         self._mates: dict[int, int] = {}
         # By family, while it has members: tokens that its groups share.
         self._shared: dict[int, int] = {}
-        self._finals, self._gaps, self._answers = Recent(), Recent(), Recent()
+        self._lengths, self._gaps, self._answers = Lengths(), Recent(), Recent()
         # From the prompt of a turn to that of the next one.
         self._growth = Recent()
         # Whether a turn had a next one: 1 or 0.
@@ -161,7 +151,8 @@ class KvAccount:
 
     @property
     def claimed(self) -> int:
-        return most_at_once(map(_forecast, self._claiming())) + self._of_none
+        most = most_at_once(map(_forecast, self._claiming()))
+        return min(most, max(self.of_sessions, self.live)) + self._of_none
 
     @property
     def needed(self) -> int:
@@ -198,18 +189,27 @@ class KvAccount:
 
     def asks(self, first: Beginning, tokens: int, said: int | None = None, beside: int = 0) -> int:
         """What a new session would claim. Its prompt is there already if others of its group are."""
-        return sum(self._new(first, tokens, said, beside))
+        live, growth, _ = self._new(first, tokens, said, beside)
+        return live + growth
 
     def admits(self, first: Beginning, tokens: int, said: int | None = None, beside: int = 0) -> bool:
         """Whether a new session fits beside all that have begun, to the end."""
         one, room = self._new(first, tokens, said, beside), self.capacity - self._of_none
-        if self.of_sessions + sum(one) <= room:
+        if self.of_sessions + one.live + one.growth <= room:
             return True
         return self.live + one.live <= room and most_at_once([one, *map(_forecast, self._claiming())]) <= room
 
     def _new(self, first: Beginning, tokens: int, said: int | None, beside: int) -> Forecast:
         own = 0 if first.group in self._mates else tokens
-        return Forecast(own + beside, self._need(first, tokens, said) - self._within(tokens))
+        return self._forecast_of(own + beside, first, tokens, said)
+
+    def _forecast_of(
+        self, live: int, first: Beginning, tokens: int, said: int | None, grown: int = 0
+    ) -> Forecast:
+        """Of a session that claims `live` of the `tokens` that it has."""
+        claimed, *ends = self._comes_to(first, tokens, said, grown, (COVERED, *QUARTERS))
+        now = self._within(tokens)
+        return Forecast(live, claimed - now, tuple(end - now for end in ends))
 
     def beside(self, prompts: int, choices: int, most: int) -> int:
         """What a turn has beside its context: tokens of its other prompts, and of its other choices what is likely, of `most`
@@ -217,20 +217,22 @@ class KvAccount:
         answer = self._answers.quantile(COVERED)
         return prompts + (choices - 1) * (most if answer is None else min(most, int(answer)))
 
-    def _need(self, first: Beginning, tokens: int, said: int | None, grown: int = 0) -> int:
-        """What a session comes to that has so many tokens now. grown: of them, since its first prompt."""
+    def _comes_to(
+        self, first: Beginning, tokens: int, said: int | None, grown: int, shares: Sequence[float]
+    ) -> list[int]:
+        """What these shares come to at most of sessions that have so many tokens now; one number if nothing tells them apart.
+        grown: of the tokens, since its first prompt."""
         if said is not None:
-            return self._within(max(said, tokens))
+            return [self._within(max(said, tokens))]
         if not self._comes_back():
             # The engine itself divides the cache among turns that run.
-            return self._within(tokens)
+            return [self._within(tokens)]
         of_group = self._groups.get(first.group)
-        finals = self._finals if of_group is None or len(of_group) < GROUP_KNOWN_FROM else of_group
-        final = finals.quantile(COVERED, above=tokens)
-        if final is None:
-            of_few = TURNS_EXPECTED * (self._growth.quantile(0.5) or 0) - grown
-            final = tokens + max(grown, of_few)
-        return self._within(int(final))
+        lengths = self._lengths if of_group is None or len(of_group) < GROUP_KNOWN_FROM else of_group
+        of_few = TURNS_EXPECTED * (self._growth.quantile(0.5) or 0) - grown
+        far = max(lengths.longest, tokens + max(grown, of_few))
+        known = (lengths.likely(share, tokens) for share in shares)
+        return [self._within(int(far if final is None else final)) for final in known]
 
     def _within(self, tokens: int) -> int:
         return min(tokens, self.capacity) if self.capacity else tokens
@@ -259,9 +261,10 @@ class KvAccount:
         if one is None:
             own = Forecast(tokens + beside, 0)
         else:
-            more = self._need(one.first, tokens, one.said, max(0, tokens - one.opened)) - self._within(tokens)
-            own = Forecast(max(0, tokens - one.shared) + beside, more)
-        if self.of_sessions - (0 if one is None else one.counted) + sum(own) <= self.capacity:
+            live, grown = max(0, tokens - one.shared) + beside, max(0, tokens - one.opened)
+            own = self._forecast_of(live, one.first, tokens, one.said, grown)
+        others = self.of_sessions - (0 if one is None else one.counted)
+        if others + own.live + own.growth <= self.capacity:
             # Nearly always. Each session that claims is looked at only where not all fit.
             return True
         number = self.number(session)
@@ -413,7 +416,9 @@ class KvAccount:
         for one in self._sessions.values():
             assert one.live in (0, one.held - one.shared + one.beside)
             assert one.beside == 0 or one.turns, "what no turn has is claimed"
-        assert self.live <= most_at_once(map(_forecast, self._claiming())) <= max(self.of_sessions, self.live)
+        most = most_at_once(map(_forecast, self._claiming()))
+        assert self.live <= most
+        assert self.claimed - self._of_none <= max(self.of_sessions, self.live)
 
     # -- inside
 
@@ -421,7 +426,9 @@ class KvAccount:
         live = one.held - one.shared + one.beside
         self.live += live - one.live
         one.live = live
-        need = self._need(one.first, one.held, one.said, max(0, one.held - one.opened))
+        own = self._forecast_of(live, one.first, one.held, one.said, max(0, one.held - one.opened))
+        one.ends = own.ends
+        need = self._within(one.held) + own.growth
         self._set(session, one, max(0, need - one.shared) + one.beside)
 
     def _set(self, session: Session, one: SessionNeed, tokens: int) -> None:
@@ -442,9 +449,10 @@ class KvAccount:
             return
         one.learned = True
         self.understated += one.said is not None and one.held > one.said
-        self._finals.add(one.held)
-        group = self._groups.pop(one.first.group, None) or Recent()
-        group.add(one.held)
+        others = [other for other in self._claiming() if other is not one]
+        self._lengths.add(one.held, (other.held for other in others))
+        group = self._groups.pop(one.first.group, None) or Lengths()
+        group.add(one.held, (other.held for other in others if other.first.group == one.first.group))
         self._groups[one.first.group] = group
         if len(self._groups) > GROUPS_MAX:
             self._groups.popitem(last=False)
@@ -488,4 +496,4 @@ class KvAccount:
 
 
 def _forecast(one: SessionNeed) -> Forecast:
-    return Forecast(one.live, one.growth)
+    return Forecast(one.live, one.growth, one.ends)

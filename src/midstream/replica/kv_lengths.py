@@ -1,0 +1,71 @@
+"""The latest values of what was measured, and how far sessions come. Pure.
+
+Always holds: at most LEARNED_FROM values are kept, the latest. A session that is under way says of the lengths that it has
+passed that it did not end there. So the first ones that end, which are the short ones, are not taken for all.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, bisect_right, insort
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+LEARNED_FROM = 256
+ROUNDING = 1e-9
+
+
+@dataclass(eq=False, slots=True)
+class Recent:
+    """The latest values, and quantiles of them."""
+
+    _values: deque[float] = field(default_factory=deque)
+    ordered: list[float] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def add(self, value: float) -> None:
+        if len(self._values) == LEARNED_FROM:
+            del self.ordered[bisect_right(self.ordered, self._values.popleft()) - 1]
+        self._values.append(value)
+        insort(self.ordered, value)
+
+    def quantile(self, share: float) -> float | None:
+        """None if there is none."""
+        count = len(self.ordered)
+        return self.ordered[min(count - 1, int(share * count))] if count else None
+
+
+@dataclass(eq=False, slots=True)
+class Lengths:
+    """What sessions came to, in tokens."""
+
+    _ended: Recent = field(default_factory=Recent)
+    #: For each that ended, in order: the share of all that comes further than it, as minus its logarithm. Kaplan and Meier.
+    _further: list[float] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self._ended)
+
+    @property
+    def longest(self) -> float:
+        return self._ended.ordered[-1] if self._ended.ordered else 0.0
+
+    def add(self, length: int, under_way: Iterable[int]) -> None:
+        """A session has ended. under_way: what the others have now."""
+        self._ended.add(length)
+        ordered, others, further = self._ended.ordered, sorted(under_way), 0.0
+        self._further.clear()
+        for at, ended in enumerate(ordered):
+            came_so_far = len(ordered) - at + len(others) - bisect_left(others, ended)
+            further += -math.log1p(-1 / came_so_far) if came_so_far > 1 else math.inf
+            self._further.append(further)
+
+    def likely(self, share: float, above: int) -> float | None:
+        """What this share of sessions that have more than `above` comes to at most. None: fewer are known to have ended."""
+        first = bisect_right(self._ended.ordered, above)
+        before = self._further[first - 1] if first else 0.0
+        at = bisect_left(self._further, before - math.log1p(-share) - ROUNDING, first)
+        return self._ended.ordered[at] if at < len(self._further) else None
