@@ -25,7 +25,7 @@ from midstream.engine.embedded.blocks import BlockPool
 from midstream.engine.embedded.offload import CopyPrice, Offload
 from midstream.engine.embedded.scheduler import Scheduler, Sequence, StepWork
 from midstream.fleet.placement import Candidate, Fleet
-from midstream.fleet.prefixes import Group
+from midstream.fleet.prefixes import SessionGroup
 from midstream.replica.kv_account import Beginning, KvAccount
 from midstream.replica.kv_queue import KvQueue, Waiting
 
@@ -228,7 +228,7 @@ class SimulatedFleet:
         """By the gateway's rule, which knows of each session, while none has ended. homes: where each group was placed."""
         counts = {str(number): replica.placed for number, replica in enumerate(self.replicas)}
         name = f"{self.seed}-{self._round}"
-        told = None if self.apart else Group((name, f"group {group}"), homes.get(group, ""))
+        told = None if self.apart else SessionGroup((name, f"group {group}"), homes.get(group, ""))
         fleet = Fleet(Candidate(*one) for one in counts.items())
         placed = fleet.place_session((name, str(place)), LOAD_BOUND, None, counts, told)
         assert placed is not None

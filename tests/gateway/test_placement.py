@@ -20,7 +20,7 @@ from midstream.fleet.placement import (
     load_limit,
     stays,
 )
-from midstream.fleet.prefixes import Group, Known
+from midstream.fleet.prefixes import Known, SessionGroup
 from midstream.fleet.sessions import SessionTable
 
 BOUND = 0.25
@@ -274,7 +274,7 @@ def placed_in_groups(groups: list[int], replicas: int, bound: float = BOUND) -> 
     found = [Counter[str]() for _ in range(1 + max(groups))]
     for count, group in enumerate(groups):
         everyone = Fleet(Candidate(f"replica-{i}", loads[f"replica-{i}"]) for i in range(replicas))
-        told = Group(("", f"group {group}"), homes.get(group, ""))
+        told = SessionGroup(("", f"group {group}"), homes.get(group, ""))
         placed = everyone.place_session(("", f"s{count}"), bound, None, loads, told)
         assert placed is not None
         homes[group] = placed[0].name
@@ -289,7 +289,7 @@ def test_a_session_joins_its_group_only_as_far_as_chance_makes_replicas_differ(
 ) -> None:
     everyone = fleet([load for load, _ in members], [weight for _, weight in members])
     held = {f"replica-{place}": count for place, count in enumerate(counts)}
-    told = Group(("", "g"), f"replica-{group}")
+    told = SessionGroup(("", "g"), f"replica-{group}")
     alone = chosen(everyone.place_session(session, BOUND, None, held))
     joined = chosen(everyone.place_session(session, BOUND, None, held, told))
     assert joined in (alone, group)
@@ -335,13 +335,13 @@ def test_a_large_group_is_on_all_replicas() -> None:
 
 def test_a_group_that_begins_has_the_same_candidates_on_all_gateways() -> None:
     for number in range(20):
-        told = Group(("t", f"g{number}"))
+        told = SessionGroup(("t", f"g{number}"))
         first, other = (fleet([0] * 8).place_session(("t", key), BOUND, None, {}, told) for key in ("a", "b"))
         assert first == other
 
 
 def test_a_session_does_not_join_where_it_would_wait_while_it_would_not_elsewhere() -> None:
-    told = Group(("", "g"), "a")
+    told = SessionGroup(("", "g"), "a")
     for there, other, joins in ((1.3, 0.9, False), (1.3, 1.1, True), (0.9, 0.4, True), (1.3, None, True)):
         everyone = Fleet([Candidate("a", 1, filled=there), Candidate("b", 0, filled=other)])
         placed = everyone.place_session(("", "s"), 1e9, None, {"a": 1}, told)

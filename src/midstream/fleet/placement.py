@@ -35,7 +35,7 @@ from typing import Any, Generic, Literal, Protocol, TypeVar
 
 from midstream.core.types import Session
 from midstream.fleet.loads import LoadTable
-from midstream.fleet.prefixes import Group, Known
+from midstream.fleet.prefixes import Known, SessionGroup
 
 RouteReason = Literal["sticky", "new", "moved", "priced", "prefix", "balanced"]
 
@@ -166,7 +166,7 @@ class Fleet(Generic[M]):
         bound: float,
         home: str | None = None,
         sessions: Mapping[str, int] = MappingProxyType({}),
-        group: Group | None = None,
+        group: SessionGroup | None = None,
     ) -> tuple[M, Decision] | None:
         """Place a session without a home that can serve this request. None: no members.
 
@@ -239,7 +239,9 @@ class Fleet(Generic[M]):
         why = f"{known.share:.0%} of its prompt is known on {replica}, load {load}, limit {limit}"
         return self.members[place], Decision(replica, "prefix", why)
 
-    def _joining(self, group: Group, other: int, sessions: Mapping[str, int]) -> tuple[M, Decision] | None:
+    def _joining(
+        self, group: SessionGroup, other: int, sessions: Mapping[str, int]
+    ) -> tuple[M, Decision] | None:
         """Where the group is, if that costs no more than its prompt does. other: the place that it would go to otherwise."""
         at = self._places.get(group.home)
         if at is None:

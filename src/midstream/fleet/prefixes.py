@@ -122,7 +122,7 @@ def group_of(tenant: str, body: bytes) -> Session | None:
     return (tenant, f"{zlib.crc32(prompt):08x}-{len(prompt)}") if len(prompt) > FIRST_BOUND else None
 
 
-class Group(NamedTuple):
+class SessionGroup(NamedTuple):
     """Of a new session. home: where the last session of it was placed; "": nowhere that is known."""
 
     key: Session
@@ -141,7 +141,7 @@ class Known(NamedTuple):
 
 class PrefixTable:
     """Beginning -> name of the replica that computed it last, and whether it alone ever did; how many running requests have
-    each beginning. Group -> where its last session was placed."""
+    each beginning. SessionGroup -> where its last session was placed."""
 
     def __init__(self, beginnings_max: int = BEGINNINGS_MAX) -> None:
         self._max = beginnings_max
@@ -166,15 +166,15 @@ class PrefixTable:
                 return Known(home[0], share, home[1], prompt.beginnings[place] in self._running)
         return None
 
-    def group(self, tenant: str, body: bytes) -> Group | None:
+    def group(self, tenant: str, body: bytes) -> SessionGroup | None:
         """Of a new session with this first request."""
         key = group_of(tenant, body)
         if key is None:
             return None
         home = self._homes.get(hash(key))
-        return Group(key) if home is None else Group(key, home[0])
+        return SessionGroup(key) if home is None else SessionGroup(key, home[0])
 
-    def joined(self, group: Group, replica: str) -> None:
+    def joined(self, group: SessionGroup, replica: str) -> None:
         """A session of the group was placed."""
         self._learn((hash(group.key),), replica)
 

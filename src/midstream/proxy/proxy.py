@@ -39,7 +39,7 @@ from midstream.core.wires import UserField
 from midstream.fleet.access import meant, scopes_header
 from midstream.fleet.known_replica import KnownReplica
 from midstream.fleet.placement import Decision, Fleet, sticky
-from midstream.fleet.prefixes import Group, PrefixTable, PromptBeginnings
+from midstream.fleet.prefixes import PrefixTable, PromptBeginnings
 from midstream.fleet.registry import Deployment, Deployments
 from midstream.fleet.replica_set import ReplicaSet
 from midstream.fleet.sessions import body_model
@@ -249,24 +249,15 @@ class Proxy:
             fleet = replicas.fleet
             if tried or eligible is not None:
                 fleet = _rest(replicas, tried, eligible)
-            group: Group | None = None
             found = None if prompt is None or home is not None else self._follow(fleet, prefixes, prompt)
             if found is None and session is None:
                 found = fleet.place_request(self._turn)
                 self._turn += 1
             elif found is None and session is not None:
-                counts = deployment.sessions.counts
-                if home is None and self.follows_prefixes and len(fleet) > 1:
-                    group = prefixes.group(session[0], body)
-                if home is not None and replicas.leaves(home):
-                    found = fleet.place_leaving(session, self._bound, home, counts)
-                else:
-                    found = fleet.place_session(session, self._bound, home, counts, group)
+                found = self._place_session(deployment, fleet, session, home, body)
             if found is None:
                 return None
             placed = Placed(*found)
-            if group is not None:
-                prefixes.joined(group, placed.view.name)
             if session is not None:
                 # A policy may not be loaded yet where its session lives.
                 stays = at_home is not None or (home is not None and deployment.lives_on(home))
@@ -279,6 +270,25 @@ class Proxy:
             prefixes.learn(prompt, placed.view.name)
         self._note(placed, session)
         return placed
+
+    def _place_session(
+        self,
+        deployment: Deployment,
+        fleet: Fleet[ReplicaView],
+        session: Session,
+        home: str | None,
+        body: bytes,
+    ) -> tuple[ReplicaView, Decision] | None:
+        """body: of its first request, if it has no home."""
+        counts, prefixes, group = deployment.sessions.counts, deployment.prefixes, None
+        if home is not None and deployment.replicas.leaves(home):
+            return fleet.place_leaving(session, self._bound, home, counts)
+        if home is None and self.follows_prefixes and len(fleet) > 1:
+            group = prefixes.group(session[0], body)
+        found = fleet.place_session(session, self._bound, home, counts, group)
+        if found is not None and group is not None:
+            prefixes.joined(group, found[0].name)
+        return found
 
     def _moves(self, placed: Placed, replicas: ReplicaSet, home: str) -> None:
         """A session whose home is not usable has moved. What that knows of its turns goes with it, if it is heard."""

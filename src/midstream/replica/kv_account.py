@@ -28,8 +28,9 @@ GROUPS_MAX = 1024
 MOVED_MAX = 4096
 #: Of sessions that came to more tokens than this one has, the share that its need covers; and of answers, likewise.
 COVERED = 0.6
-#: A session ends at one of these, each as likely: the upper ends of four quarters of what others came to.
-QUARTERS = (0.25, 0.5, 0.75, 0.99)
+#: A session is expected to end at one of these shares of what others came to, each as likely. The shortest fifth is left out,
+#: as a margin.
+ENDS_AT = (0.4, 0.6, 0.8, 0.99)
 #: A session that has more than any came to that is known will grow as much again as it grew, as is expected, and in all by so
 #: many turns at least.
 TURNS_EXPECTED = 12
@@ -93,8 +94,8 @@ class Forecast(NamedTuple):
 def most_at_once(claims: Iterable[Forecast]) -> int:
     """Of sessions that grow alike, and of which each ends once it has grown: the most that they are expected to have at one
     time."""
-    # In quarters of tokens and of sessions.
-    whole = len(QUARTERS)
+    # In quarters of a token and of a session.
+    whole = len(ENDS_AT)
     parts = [
         (end, one.live * whole // len(ends), whole // len(ends))
         for one in claims
@@ -207,7 +208,7 @@ class KvAccount:
         self, live: int, first: Beginning, tokens: int, said: int | None, grown: int = 0
     ) -> Forecast:
         """Of a session that claims `live` of the `tokens` that it has."""
-        claimed, *ends = self._comes_to(first, tokens, said, grown, (COVERED, *QUARTERS))
+        claimed, *ends = self._comes_to(first, tokens, said, grown, (COVERED, *ENDS_AT))
         now = self._within(tokens)
         return Forecast(live, claimed - now, tuple(end - now for end in ends))
 
