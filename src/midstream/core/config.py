@@ -132,7 +132,8 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     swap_order: SwapOrder = "together"
     # A replica closes a session that has no turn for so long.
     session_idle_s: Positive = 3600.0
-    # A request without a session goes where at least half of its prompt's bytes are known, load permitting.
+    # A request without a session goes where at least half of its prompt's bytes are known, and a new session where the last
+    # one with its prompt went, load permitting.
     follow_prefixes: bool = True
     # To a replica. Beyond it the request goes to another one.
     connect_timeout_s: Positive = 5.0
