@@ -4,6 +4,22 @@ from catalogue.mutation import Mutation
 
 GATEWAY = (
     Mutation(
+        "a_group_crowds_a_replica",
+        "fleet/placement.py",
+        "return there <= other + GROUP_SLACK + math.sqrt(other)",
+        "return True",
+        "A group of any size raises no replica further than chance does.",
+        ("gateway/test_placement.py",),
+    ),
+    Mutation(
+        "the_short_sessions_are_taken_for_all",
+        "replica/kv_lengths.py",
+        "len(ordered) - at + len(others) - bisect_left(others, ended)",
+        "len(ordered) - at",
+        "Sessions that have not ended say something of the lengths of sessions, too.",
+        ("replica/test_kv_lengths.py",),
+    ),
+    Mutation(
         "what_stays_is_not_asked",
         "proxy/versions.py",
         "here, serving, pinnable = asked in newest.resident,",

@@ -161,7 +161,7 @@ REPLICA = (
     Mutation(
         "room_for_what_sessions_have_now",
         "replica/kv_account.py",
-        "held + count * one.growth",
+        "held + count * end",
         "held",
         "A new session begins when what it will have fits beside what all others will have at the same time.",
         ("replica/test_kv_room.py",),
