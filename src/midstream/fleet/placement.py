@@ -246,17 +246,16 @@ class Fleet(Generic[M]):
         at = self._places.get(group.home)
         if at is None:
             return None
-        (there, load, filled), (elsewhere, least, free) = (
-            (sessions.get(self.members[one].name, 0), self._replicas[one].load, self._replicas[one].kv_filled)
-            for one in (at, other)
-        )
+        here, there = self._replicas[at], self._replicas[other]
+        live, least = sessions.get(group.home, 0), sessions.get(self.members[other].name, 0)
         weight, lighter = self._weights[at], self._weights[other]
-        if not (_close(there / weight, elsewhere / lighter) and _close(load / weight, least / lighter)):
+        if not (_close(live / weight, least / lighter) and _close(here.load / weight, there.load / lighter)):
             return None
+        filled, free = here.kv_filled, there.kv_filled
         if filled is not None and free is not None and free <= 1 < filled:
             # It would wait there, and elsewhere it would not.
             return None
-        why = f"its group is there, {there} sessions and load {load}, elsewhere {elsewhere} and {least}"
+        why = f"its group is there, {live} sessions and load {here.load}, elsewhere {least} and {there.load}"
         return self.members[at], Decision(group.home, "new", f"new session: {why}")
 
     def _loads(self) -> list[int]:

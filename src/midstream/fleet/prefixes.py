@@ -176,7 +176,11 @@ class PrefixTable:
 
     def joined(self, group: SessionGroup, replica: str) -> None:
         """A session of the group was placed."""
-        self._learn((hash(group.key),), replica)
+        number = hash(group.key)
+        self._homes[number] = replica, True
+        self._homes.move_to_end(number)
+        if len(self._homes) > self._max:
+            self._homes.popitem(last=False)
 
     def begin(self, prompt: PromptBeginnings) -> None:
         """A request with this prompt runs from now on, until `end`."""
@@ -194,11 +198,8 @@ class PrefixTable:
 
     def learn(self, prompt: PromptBeginnings, replica: str) -> None:
         """The replica computes it."""
-        self._learn(prompt.beginnings, replica)
-
-    def _learn(self, beginnings: tuple[int, ...], replica: str) -> None:
         homes, alone, shared = self._homes, (replica, True), (replica, False)
-        for beginning in beginnings:
+        for beginning in prompt.beginnings:
             before = homes.get(beginning, alone)
             homes[beginning] = alone if before == alone else shared
             homes.move_to_end(beginning)
