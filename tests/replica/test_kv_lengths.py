@@ -17,8 +17,19 @@ counts = st.lists(st.integers(1, 50), max_size=20)
 def lengths_of(ended: list[int], under_way: list[int]) -> Lengths:
     found = Lengths()
     for length in ended:
-        found.add(length, under_way)
+        found.add(length)
+        found.judge(under_way)
     return found
+
+
+def test_lengths_are_judged_again_once_a_sixteenth_is_new() -> None:
+    found, judged = Lengths(), 0
+    for length in range(1000):
+        if found.add(length):
+            found.judge([])
+            judged += 1
+        assert found.longest > 0.9 * length - 1
+    assert 16 < judged < 16 + 16 * 4 + 1000 / 16
 
 
 @given(counts, st.integers(0, 60), st.sampled_from([0.25, 0.4, 0.6, 0.99]))

@@ -15,11 +15,12 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from operator import itemgetter
 from typing import NamedTuple
 
 from midstream.core.types import Session
-from midstream.replica.kv_lengths import Lengths, Recent
+from midstream.replica.kv_lengths import LEARNED_FROM, Lengths, Recent
 
 #: So many are enough for a group to be judged by its own.
 GROUP_KNOWN_FROM = 4
@@ -77,9 +78,8 @@ class SessionNeed:
     learned: bool = False
 
     @property
-    def growth(self) -> int:
-        """What it will have more than now."""
-        return max(0, self.counted - self.live)
+    def forecast(self) -> Forecast:
+        return Forecast(self.live, max(0, self.counted - self.live), self.ends)
 
 
 class Forecast(NamedTuple):
@@ -152,7 +152,7 @@ class KvAccount:
 
     @property
     def claimed(self) -> int:
-        most = most_at_once(map(_forecast, self._claiming()))
+        most = most_at_once(one.forecast for one in self._claiming())
         return min(most, max(self.of_sessions, self.live)) + self._of_none
 
     @property
@@ -198,7 +198,8 @@ class KvAccount:
         one, room = self._new(first, tokens, said, beside), self.capacity - self._of_none
         if self.of_sessions + one.live + one.growth <= room:
             return True
-        return self.live + one.live <= room and most_at_once([one, *map(_forecast, self._claiming())]) <= room
+        begun = (each.forecast for each in self._claiming())
+        return self.live + one.live <= room and most_at_once([one, *begun]) <= room
 
     def _new(self, first: Beginning, tokens: int, said: int | None, beside: int) -> Forecast:
         own = 0 if first.group in self._mates else tokens
@@ -269,7 +270,7 @@ class KvAccount:
             # Nearly always. Each session that claims is looked at only where not all fit.
             return True
         number = self.number(session)
-        before = [_forecast(other) for other in self._claiming() if other.number < number]
+        before = [other.forecast for other in self._claiming() if other.number < number]
         return not any(claim.live for claim in before) or most_at_once([own, *before]) <= self.capacity
 
     def number(self, session: Session) -> int:
@@ -417,7 +418,7 @@ class KvAccount:
         for one in self._sessions.values():
             assert one.live in (0, one.held - one.shared + one.beside)
             assert one.beside == 0 or one.turns, "what no turn has is claimed"
-        most = most_at_once(map(_forecast, self._claiming()))
+        most = most_at_once(one.forecast for one in self._claiming())
         assert self.live <= most
         assert self.claimed - self._of_none <= max(self.of_sessions, self.live)
 
@@ -450,10 +451,11 @@ class KvAccount:
             return
         one.learned = True
         self.understated += one.said is not None and one.held > one.said
-        others = [other for other in self._claiming() if other is not one]
-        self._lengths.add(one.held, (other.held for other in others))
         group = self._groups.pop(one.first.group, None) or Lengths()
-        group.add(one.held, (other.held for other in others if other.first.group == one.first.group))
+        for lengths, of_group in ((self._lengths, None), (group, one.first.group)):
+            if lengths.add(one.held):
+                others = (each for each in islice(self._claiming(), LEARNED_FROM) if each is not one)
+                lengths.judge(each.held for each in others if of_group in (None, each.first.group))
         self._groups[one.first.group] = group
         if len(self._groups) > GROUPS_MAX:
             self._groups.popitem(last=False)
@@ -494,7 +496,3 @@ class KvAccount:
             other.shared -= passed
             one.shared += passed
             self._count(heir, other)
-
-
-def _forecast(one: SessionNeed) -> Forecast:
-    return Forecast(one.live, one.growth, one.ends)

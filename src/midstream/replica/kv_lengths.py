@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 
 LEARNED_FROM = 256
 ROUNDING = 1e-9
+#: Lengths are judged again when one of so many is new.
+JUDGED_AGAIN = 16
 
 
 @dataclass(eq=False, slots=True)
@@ -43,7 +45,11 @@ class Lengths:
     """What sessions came to, in tokens."""
 
     _ended: Recent = field(default_factory=Recent)
-    #: For each that ended, in order: the share of all that comes further than it, as minus its logarithm. Kaplan and Meier.
+    #: Since they were judged last.
+    _new: int = 0
+    #: Those that were judged, in order, and of all sessions the share that comes further than each, as minus its logarithm. By
+    #: Kaplan and Meier.
+    _judged: list[float] = field(default_factory=list)
     _further: list[float] = field(default_factory=list)
 
     def __len__(self) -> int:
@@ -51,13 +57,18 @@ class Lengths:
 
     @property
     def longest(self) -> float:
-        return self._ended.ordered[-1] if self._ended.ordered else 0.0
+        return self._judged[-1] if self._judged else 0.0
 
-    def add(self, length: int, under_way: Iterable[int]) -> None:
-        """A session has ended. under_way: what the others have now."""
+    def add(self, length: int) -> bool:
+        """A session has ended. Whether so many have that `judge` has to follow: many may end at once."""
         self._ended.add(length)
+        self._new += 1
+        return self._new * JUDGED_AGAIN >= len(self._ended)
+
+    def judge(self, under_way: Iterable[int]) -> None:
+        """under_way: what sessions have now that have not ended."""
         ordered, others, further = self._ended.ordered, sorted(under_way), 0.0
-        self._further.clear()
+        self._new, self._judged, self._further = 0, list(ordered), []
         for at, ended in enumerate(ordered):
             came_so_far = len(ordered) - at + len(others) - bisect_left(others, ended)
             further += -math.log1p(-1 / came_so_far) if came_so_far > 1 else math.inf
@@ -65,7 +76,7 @@ class Lengths:
 
     def likely(self, share: float, above: int) -> float | None:
         """What this share of sessions that have more than `above` comes to at most. None: fewer are known to have ended."""
-        first = bisect_right(self._ended.ordered, above)
+        first = bisect_right(self._judged, above)
         before = self._further[first - 1] if first else 0.0
         at = bisect_left(self._further, before - math.log1p(-share) - ROUNDING, first)
-        return self._ended.ordered[at] if at < len(self._further) else None
+        return self._judged[at] if at < len(self._judged) else None
