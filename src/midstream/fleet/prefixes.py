@@ -109,7 +109,7 @@ def follows(headers: Mapping[bytes, bytes]) -> bool:
 
 
 def group_of(tenant: str, body: bytes) -> Session | None:
-    """What new sessions with this very prompt have in common, for all gateways. None: too little to matter, or too much to
+    """What new sessions with exactly this prompt have in common, for all gateways. None: too little to matter, or too much to
     look at."""
     if not FIRST_BOUND < len(body) <= LAST_BOUND:
         return None
@@ -141,7 +141,7 @@ class Known(NamedTuple):
 
 class PrefixTable:
     """Beginning -> name of the replica that computed it last, and whether it alone ever did; how many running requests have
-    each beginning. SessionGroup -> where its last session was placed."""
+    each beginning. Group -> where its last session was placed."""
 
     def __init__(self, beginnings_max: int = BEGINNINGS_MAX) -> None:
         self._max = beginnings_max
