@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ from midstream.snapshots.store.cache import SnapshotCache
 from midstream.transfer import protocol, receiver
 from midstream.transfer.files import UpdateFiles
 from midstream.transfer.receiver import UpdateFile
+from midstream_kernels import build, prebuilt
 
 PART = 64
 
@@ -41,9 +43,58 @@ def test_whatever_the_pieces_are_the_file_and_its_digest_are_right(
     for size in sizes:
         file.write(sent[at : at + size].numpy().data, header + at)
         at += size
-    digest = file.close(b"h" * header, header + at)
+    digest, _ = file.close(b"h" * header, header + at)
     assert path.read_bytes() == b"h" * header + bytes(sent.numpy())
     assert digest == content.file_content(path).digest
+
+
+#: As torch and safetensors name them.
+DTYPES = [
+    (torch.float64, "F64"),
+    (torch.float32, "F32"),
+    (torch.bfloat16, "BF16"),
+    (torch.float16, "F16"),
+    (torch.float8_e5m2, "F8_E5M2"),
+    (torch.float8_e4m3fn, "F8_E4M3"),
+]
+
+
+@pytest.fixture
+def compiled() -> None:
+    """As behind the start of an engine."""
+    build.load(build.SOURCE)
+    if prebuilt.features() and "sha_ni" not in prebuilt.features():
+        pytest.skip("the processor has no instructions for SHA-256")
+
+
+@pytest.mark.parametrize("beside", [False, True])
+@pytest.mark.parametrize(("dtype", "name"), DTYPES)
+@pytest.mark.parametrize("place", [0, 200, 511, None])
+def test_numbers_count_as_finite_only_where_all_are(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    compiled: None,
+    dtype: torch.dtype,
+    name: str,
+    place: int | None,
+    beside: bool,
+) -> None:
+    for module in (content, receiver):
+        monkeypatch.setattr(module, "PART_BYTES", PART)
+    numbers = torch.linspace(-3.0, 3.0, 512)
+    if place is not None:
+        numbers[place] = float("nan")
+    data = numbers.to(dtype).view(torch.uint8).numpy()
+    described = {"t": {"dtype": name, "shape": [512], "data_offsets": [0, len(data)]}}
+    header = json.dumps(described).encode().ljust(248)
+    header = len(header).to_bytes(8, "little") + header
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(bytes(len(header) + len(data)))
+    file = UpdateFile(path, beside=beside)
+    file.write(data.data, len(header))
+    _, finite = file.close(header, len(header) + len(data))
+    # The second look is for what the words of the file do not show.
+    assert finite == (place is None and name in {"F32", "BF16"})
 
 
 def test_a_piece_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:

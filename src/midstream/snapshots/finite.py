@@ -7,7 +7,7 @@ first bad number, the number and the file. It is the same on every machine.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +17,7 @@ import numpy as np
 
 from midstream.core.errors import SnapshotError, SnapshotNotFinite
 from midstream.snapshots.arc2.files import Cancelled, read
-from midstream.snapshots.layout import FileLayout, TensorSpec
+from midstream.snapshots.layout import FileLayout, TensorSpec, read_file_layout
 from midstream.snapshots.messages import shown
 
 #: Read at a time, by each thread. Fits the cache of a core.
@@ -166,6 +166,18 @@ def shows_finite(layout: FileLayout, largest: Mapping[int, int]) -> bool:
         if not (kind.signed and whole and largest.get(kind.bits, kind.first) < kind.first):
             return False
     return True
+
+
+def parts_show_finite(file: Path, parts: Collection[Mapping[int, int]]) -> bool:
+    """As `shows_finite`. parts: the largest words of each part of the file; empty where nobody looked for them."""
+    if not parts or not all(parts):
+        return False
+    largest = {bits: max(part[bits] for part in parts) for bits in next(iter(parts))}
+    try:
+        return shows_finite(read_file_layout(file), largest)
+    except SnapshotError:
+        # Its reader says what is wrong.
+        return False
 
 
 def all_finite(dtype: str, data: np.ndarray) -> bool:

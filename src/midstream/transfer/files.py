@@ -8,6 +8,7 @@ written over the file of a snapshot that left the cache, if there is one.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,7 +18,7 @@ from midstream.core.types import Content, FileContent
 from midstream.snapshots.content import file_content
 from midstream.snapshots.layout import CONFIG_FILE, WEIGHTS_FILE
 from midstream.snapshots.store.cache import SnapshotCache
-from midstream.snapshots.store.local import reserve, temporary_directory
+from midstream.snapshots.store.local import note_finite, reserve, temporary_directory
 from midstream.snapshots.tasks import finished
 
 
@@ -40,6 +41,12 @@ class UpdateFiles:
     async def config_content(self) -> FileContent:
         """Of the configuration beside the weights. Raises OSError."""
         return await finished(file_content, self.weights.with_name(CONFIG_FILE))
+
+    async def note_finite(self) -> None:
+        """All numbers of the weights were seen to be finite. Where that cannot be noted, they are looked at again."""
+        if self._directory is not None:
+            with contextlib.suppress(OSError):
+                await finished(note_finite, self._directory)
 
     async def make(self, size: int) -> None:
         """Raises ReplicaUnavailable when there is no room."""

@@ -147,6 +147,8 @@ class GlooReceiver(Receiver[Rendezvous, SentTensors]):
         answer = await self._call(
             lambda call: m.CloseFile(call, header, layout.end), within_s, "close its file"
         )
+        if answer.finite:
+            await self._files.note_finite()
         weights = FileContent(WEIGHTS_FILE, layout.end, answer.digest)
         return Received(content=(config, weights), received_bytes=layout.sent_bytes)
 

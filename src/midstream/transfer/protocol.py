@@ -39,7 +39,7 @@ class ReceiveRanges(msgspec.Struct, tag=True, frozen=True):
 
 
 class CloseFile(msgspec.Struct, tag=True, frozen=True):
-    """Write the header, and cut the file to `size`. Answered with the digest."""
+    """Write the header, and cut the file to `size`. Answered with the digest, and what its pass showed."""
 
     call: int
     header: bytes
@@ -54,11 +54,12 @@ Order = JoinGroup | OpenFile | ReceiveRanges | CloseFile | ForgetFile
 
 
 class OrderDone(msgspec.Struct, tag=True, frozen=True):
-    """error: why the order failed, on one line. digest: of the closed file."""
+    """error: why the order failed, on one line. digest: of the closed file. finite: all its numbers were seen to be."""
 
     call: int
     error: str | None = None
     digest: str = ""
+    finite: bool = False
 
 
 order_decoder = msgspec.msgpack.Decoder(Order)

@@ -28,12 +28,13 @@ from midstream.core.logs import configure_as_parent
 from midstream.http.ipc import Channel, Disconnected
 from midstream.snapshots.content import (
     PART_BYTES,
+    ReadPart,
     combined,
     in_groups,
-    part_digest,
-    part_digests,
     part_ranges,
+    read_parts,
 )
+from midstream.snapshots.finite import parts_show_finite
 from midstream.transfer import protocol as m
 from midstream.transfer.layout import pieces
 
@@ -57,13 +58,14 @@ class UpdateFile:
     """
 
     def __init__(self, path: Path, *, beside: bool) -> None:
+        self._path = path
         self._file = os.open(path, os.O_RDWR)
         self._beside = beside
         self._digester = ThreadPoolExecutor(CORES, "digests")
         # Where the first part begins that is not digested. Parts with some of the header, which comes last, do not count.
         self._whole: int | None = None
         # Of parts that are written, by where they begin.
-        self._digests: dict[int, Future[bytes]] = {}
+        self._beside_parts: dict[int, Future[list[ReadPart]]] = {}
 
     def write(self, data: memoryview, begin: int) -> None:
         """The bytes of the file from `begin` on. Raises OSError."""
@@ -72,20 +74,22 @@ class UpdateFile:
             self._whole = -(-begin // PART_BYTES) * PART_BYTES
         while self._beside and self._whole + PART_BYTES <= begin + len(data):
             part = self._whole, self._whole + PART_BYTES
-            self._digests[self._whole] = self._digester.submit(part_digest, self._file, *part)
+            self._beside_parts[self._whole] = self._digester.submit(read_parts, self._file, [part])
             self._whole += PART_BYTES
 
-    def close(self, header: bytes, size: int) -> str:
-        """Complete the file, and return its digest. Raises OSError."""
+    def close(self, header: bytes, size: int) -> tuple[str, bool]:
+        """Complete the file. Returns its digest, and whether the same pass showed all its numbers to be finite. Raises
+        OSError."""
         try:
             os.ftruncate(self._file, size)
             _write(self._file, memoryview(header), 0)
             ranges = part_ranges(size)
-            missing = [each for each in ranges if each[0] not in self._digests]
-            found = self._digester.map(partial(part_digests, self._file), in_groups(missing))
-            digests = dict(zip((begin for begin, _ in missing), chain.from_iterable(found), strict=True))
-            beside = {begin: future.result() for begin, future in self._digests.items()}
-            return combined((digests | beside)[begin] for begin, _ in ranges)
+            missing = [each for each in ranges if each[0] not in self._beside_parts]
+            found = self._digester.map(partial(read_parts, self._file), in_groups(missing))
+            parts = dict(zip((begin for begin, _ in missing), chain.from_iterable(found), strict=True))
+            parts |= {begin: future.result()[0] for begin, future in self._beside_parts.items()}
+            finite = parts_show_finite(self._path, [part.largest for part in parts.values()])
+            return combined(parts[begin].digest for begin, _ in ranges), finite
         finally:
             self.forget()
 
@@ -112,7 +116,7 @@ class GroupMember:
         self._buffers = [torch.empty(0, dtype=torch.uint8) for _ in range(PIECES_COMING)]
 
     def carry_out(self, order: m.Order) -> m.OrderDone:
-        digest = ""
+        digest, finite = "", False
         match order:
             case m.JoinGroup():
                 self._join(order)
@@ -124,10 +128,10 @@ class GroupMember:
             case m.CloseFile(_, header, size):
                 assert self._target is not None
                 target, self._target = self._target, None
-                digest = target.close(header, size)
+                digest, finite = target.close(header, size)
             case m.ForgetFile():
                 self._forget()
-        return m.OrderDone(order.call, digest=digest)
+        return m.OrderDone(order.call, digest=digest, finite=finite)
 
     def _join(self, order: m.JoinGroup) -> None:
         self.prefix = order.prefix

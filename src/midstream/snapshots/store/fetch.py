@@ -30,9 +30,8 @@ from midstream.core.errors import SnapshotCorrupt, SnapshotError
 from midstream.core.types import Content, FileContent
 from midstream.snapshots import content as contents
 from midstream.snapshots.content import difference, in_groups
-from midstream.snapshots.finite import shows_finite
+from midstream.snapshots.finite import parts_show_finite
 from midstream.snapshots.identity import public_url
-from midstream.snapshots.layout import read_file_layout
 from midstream.snapshots.messages import shown
 from midstream.snapshots.store.bucket import Store, describe
 from midstream.snapshots.store.links import Links
@@ -222,15 +221,8 @@ class _PartialFile:
     @property
     def shows_finite(self) -> bool:
         """Whether the pass that digested the parts showed all numbers to be finite. Only when no part is missing."""
-        parts = self._largest.values()
-        if not parts or not all(parts) or self._largest.keys() != self._digests.keys():
-            return False
-        largest = {bits: max(part[bits] for part in parts) for bits in next(iter(parts))}
-        try:
-            return shows_finite(read_file_layout(self.path), largest)
-        except SnapshotError:
-            # Its reader says what is wrong.
-            return False
+        seen = self._largest
+        return seen.keys() == self._digests.keys() and parts_show_finite(self.path, seen.values())
 
     def close(self) -> None:
         os.close(self._data)

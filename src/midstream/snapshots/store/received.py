@@ -20,6 +20,7 @@ from midstream.snapshots.layout import is_snapshot_file
 from midstream.snapshots.messages import shown
 from midstream.snapshots.store.cache import SnapshotCache
 from midstream.snapshots.store.local import (
+    made_finite,
     move_into_place,
     note_contents,
     temporary_directory,
@@ -119,6 +120,7 @@ def _move(content: Content, directory: Path, dest: Path) -> str | None:
     if (other := size_difference(content, sizes)) is not None:
         return other
     note_contents(directory, [content])
-    write_own_listing(directory)
+    # Whoever filled them may have seen that the numbers are finite.
+    write_own_listing(directory, finite=made_finite(directory))
     move_into_place(directory, dest)
     return None
