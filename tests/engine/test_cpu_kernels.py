@@ -1,4 +1,4 @@
-"""The compiled kernels as a thread pool: loops at once, and processes that may not start threads."""
+"""The compiled kernels: packed rows, loops at once, and processes that may not start threads."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pytest
 from engine_helpers import needs_compiler
 
 from midstream_kernels.build import kernels
+from midstream_kernels.packing import PANEL
 
 
 @pytest.fixture(autouse=True)
@@ -38,6 +39,27 @@ class Product:
             self.x.ctypes.data, self._packed, None, 64, 512, 512, 0, out.ctypes.data, 512, threads
         )
         return out
+
+
+@pytest.mark.parametrize("aside", [0, 4])
+@pytest.mark.parametrize("units", [3, 16, 40, 448])
+@pytest.mark.parametrize("suffix", ["f32", "bf16"])
+def test_packed_rows_lie_side_by_side_in_the_asked_order(suffix: str, units: int, aside: int) -> None:
+    """Whole squares of units and what is left of a row, and memory of every alignment. Nothing beside it is written."""
+    rng = np.random.default_rng(units)
+    weight = rng.integers(0, 2**32, (100, units), dtype=np.uint32)
+    chosen = rng.integers(-1, len(weight), 3 * PANEL)
+    rows = np.where(chosen < 0, -1, chosen * weight.strides[0])
+    memory = np.full(len(rows) * units + 64, 7, np.uint32)
+    begin = (-memory.ctypes.data % 64 + aside) // 4
+    k = units * (1 if suffix == "f32" else 2)
+    at = memory.ctypes.data + 4 * begin
+    kernels(suffix).pack(weight.ctypes.data, rows.ctypes.data, len(rows) // PANEL, k, at)
+    wanted = np.where(chosen[:, None] < 0, np.uint32(0), weight[chosen])
+    packed = memory[begin : begin + wanted.size].reshape(-1, units, PANEL)
+    assert np.array_equal(packed.transpose(0, 2, 1).reshape(wanted.shape), wanted)
+    assert (memory[:begin] == 7).all()
+    assert (memory[begin + wanted.size :] == 7).all()
 
 
 def test_loops_that_run_at_once_on_several_threads_give_the_bits_of_one() -> None:

@@ -22,25 +22,64 @@ constexpr int64_t PANELS_AT_ONCE = HELD == 24 ? 1 : 4, PANELS_BYTES = 384 << 10;
 
 enum Mode { STORE = 0, ADD = 1, SILU_MUL = 2 };
 
+#if defined(__AVX512F__)
+// Sixteen units of sixteen rows, side by side. from: null for zeros. The stores pass the caches by: what is packed is larger than
+// these, and steps run beside it. So no line of `to`, which is aligned, is read before it is written.
+static inline void pack_square(const char *const *from, int64_t at, uint32_t *to) {
+  __m512i a[LANES], b[LANES];
+  for (int i = 0; i < LANES; ++i) a[i] = from[i] ? _mm512_loadu_si512(from[i] + at) : _mm512_setzero_si512();
+  // Units change places by ones and twos within each quarter of a vector, and then the quarters do.
+  for (int i = 0; i < LANES; i += 2) {
+    b[i] = _mm512_unpacklo_epi32(a[i], a[i + 1]);
+    b[i + 1] = _mm512_unpackhi_epi32(a[i], a[i + 1]);
+  }
+  for (int i = 0; i < LANES; i += 4)
+    for (int j = 0; j < 2; ++j) {
+      a[i + 2 * j] = _mm512_unpacklo_epi64(b[i + j], b[i + j + 2]);
+      a[i + 2 * j + 1] = _mm512_unpackhi_epi64(b[i + j], b[i + j + 2]);
+    }
+  for (int i = 0; i < LANES; i += 8)
+    for (int j = 0; j < 4; ++j) {
+      b[i + j] = _mm512_shuffle_i32x4(a[i + j], a[i + j + 4], 0x88);
+      b[i + j + 4] = _mm512_shuffle_i32x4(a[i + j], a[i + j + 4], 0xDD);
+    }
+  for (int u = 0; u < LANES; ++u) {
+    const int quarter = u & 7;
+    const __m512i unit = _mm512_shuffle_i32x4(b[quarter], b[quarter + 8], u & 8 ? 0xDD : 0x88);
+    _mm512_stream_si512((__m512i *)(to + u * PANEL), unit);
+  }
+}
+#endif
+
 // rows: for each packed output, the place of its row of k elements in bytes from w, or a negative number for zeros. They fill
 // whole panels. The copy takes a cache line of each row at a time, so that neither side is walked in strides.
 template <class T>
 static void pack(const void *w, const int64_t *rows, int64_t panels, int64_t k, uint32_t *out) {
   const int64_t units = k / T::PER_UNIT;
-  for (int64_t p = 0; p < panels; ++p)
+  for (int64_t p = 0; p < panels; ++p) {
+    const char *from[PANEL];
+    for (int c = 0; c < PANEL; ++c) from[c] = rows[p * PANEL + c] < 0 ? nullptr : (const char *)w + rows[p * PANEL + c];
     for (int64_t first = 0; first < units; first += PACKED_UNITS) {
       const int64_t last = std::min(first + PACKED_UNITS, units);
       uint32_t *to = out + (p * units + first) * PANEL;
-      for (int c = 0; c < PANEL; ++c) {
-        const int64_t at = rows[p * PANEL + c];
-        const char *from = (const char *)w + at + first * 4;
+#if defined(__AVX512F__)
+      if (last - first == PACKED_UNITS && (uintptr_t)to % 64 == 0) {
+        for (int c = 0; c < PANEL; c += LANES) pack_square(from + c, first * 4, to + c);
+        continue;
+      }
+#endif
+      for (int c = 0; c < PANEL; ++c)
         for (int64_t u = 0; u < last - first; ++u) {
           uint32_t bits = 0;
-          if (at >= 0) std::memcpy(&bits, from + u * 4, 4);
+          if (from[c]) std::memcpy(&bits, from[c] + (first + u) * 4, 4);
           to[u * PANEL + c] = bits;
         }
-      }
     }
+  }
+#if defined(__AVX512F__)
+  // What passed the caches by is seen by all threads now.
+  _mm_sfence();
+#endif
 }
 
 // The k elements of one packed row: what `pack` took.
