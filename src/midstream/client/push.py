@@ -15,6 +15,7 @@ import logging
 import secrets
 import socket
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, FIRST_EXCEPTION, Future, wait
 from datetime import timedelta
@@ -31,6 +32,9 @@ __all__ = ["PIECE_BYTES", "Deadline", "Rendezvous", "TrainerGroup", "pieces"]
 #: Of a piece, unless another size is asked for. Those of 16 MiB were as fast as a bare broadcast: a larger one is copied while
 #: less of it is under way, and more of a smaller one is the time between pieces.
 PIECE_BYTES = 16 * 2**20
+
+#: Under way at a time: the next one waits at the receivers when one has landed.
+PIECES_FLYING = 2
 
 logger = logging.getLogger(__name__)
 
@@ -61,8 +65,8 @@ class TrainerGroup:
         self._rendezvous = rendezvous
         self._store = store
         self._gloo: Any = None
-        #: The piece under way. It keeps the connections of the group open.
-        self._flying: _Flying | None = None
+        #: The pieces under way. They keep the connections of the group open.
+        self._flying: deque[_Flying] = deque()
 
     def __repr__(self) -> str:
         asked = self._rendezvous
@@ -119,9 +123,9 @@ class TrainerGroup:
         try:
             cut = pieces(parts, self._rendezvous.packed_buffer_size_bytes, packed=self._rendezvous.packed)
             for piece in cut:
-                self._land(called, deadline)
-                self._flying = self._start(piece, deadline)
-            self._land(called, deadline)
+                self._land(called, deadline, PIECES_FLYING - 1)
+                self._flying.append(self._start(piece, deadline))
+            self._land(called, deadline, 0)
             if not wait((called,), max(0.0, deadline.left_s)).done:
                 raise self._late(deadline)
             return called.result()
@@ -132,11 +136,11 @@ class TrainerGroup:
     def close(self) -> None:
         """Leave the group and end its store. May be called twice."""
         gloo, self._gloo = self._gloo, None
-        flying, self._flying = self._flying, None
+        flying, self._flying = self._flying, deque()
         self._store = None
-        if flying is not None and not flying.landed.done():
-            # No call ends it before its timeout, and the group waits for it.
-            held = [gloo, flying.work]
+        if works := [one.work for one in flying if not one.landed.done()]:
+            # No call ends them before their timeout, and the group waits for them.
+            held = [gloo, *works]
             threading.Thread(target=_drop, args=(held,), name="push-end", daemon=True).start()
 
     def _start(self, piece: Any, deadline: Deadline) -> _Flying:
@@ -148,29 +152,38 @@ class TrainerGroup:
         work.get_future().add_done_callback(lambda _: landed.set_result(None))
         return _Flying(work, landed)
 
-    def _land(self, called: Future[Any], deadline: Deadline) -> None:
-        """Returns when no piece is under way. Raises the call's error as soon as there is one."""
+    def _land(self, called: Future[Any], deadline: Deadline, most: int) -> None:
+        """Returns when at most so many pieces are under way. Raises the call's error as soon as there is one."""
         while True:
             if called.done():
                 # It may end well before the last piece has landed.
                 called.result()
-            if self._flying is None or self._flying.landed.done():
-                break
-            watched = [self._flying.landed] if called.done() else [self._flying.landed, called]
+            self._check_landed(called, deadline)
+            if len(self._flying) <= most:
+                return
+            watched = [piece.landed for piece in self._flying] + ([] if called.done() else [called])
             if not wait(watched, max(0.0, deadline.left_s), FIRST_COMPLETED).done:
                 raise self._late(deadline)
-        problem = None if self._flying is None else self._problem(self._flying.work.wait)
-        self._flying = None
-        if problem is not None:
-            late = deadline.left_s < GLOO_EARLY_S
-            # The receivers that are left stop waiting, and the server hears of it.
-            self.close()
-            wait((called,), REASON_S)
-            if called.done():
-                called.result()
-            if late:
-                raise self._late(deadline)
-            raise PushFailed(f"a receiver was lost while weights were sent: {problem}")
+
+    def _check_landed(self, called: Future[Any], deadline: Deadline) -> None:
+        """Forget the pieces that have landed. A later one may end first, if a receiver was lost."""
+        problem: str | None = None
+        while problem is None:
+            landed = next((at for at, piece in enumerate(self._flying) if piece.landed.done()), None)
+            if landed is None:
+                return
+            # No other name for the work: it would keep the connections of the group open.
+            problem = self._problem(self._flying[landed].work.wait)
+            del self._flying[landed]
+        late = deadline.left_s < GLOO_EARLY_S
+        # The receivers that are left stop waiting, and the server hears of it.
+        self.close()
+        wait((called,), REASON_S)
+        if called.done():
+            called.result()
+        if late:
+            raise self._late(deadline)
+        raise PushFailed(f"a receiver was lost while weights were sent: {problem}")
 
     def _late(self, deadline: Deadline) -> PushFailed:
         return PushFailed(f"the weights were not received everywhere after {deadline.total_s:g} s")
@@ -196,7 +209,7 @@ def pieces(parts: Iterable[Any], piece_bytes: int, *, packed: bool = True) -> It
     """The broadcasts of one update, as torch tensors of uint8 in the memory of this machine.
 
     parts: as TrainerGroup.send takes them. A piece that lies inside one part of this machine is a view of it. Others are
-    copied to one of two buffers, so a piece may change once the next but one is asked for.
+    copied to buffers in turn. A piece may change once PIECES_FLYING others behind it came and the next one is asked for.
     """
     if not packed:
         yield from (part.cpu() for part in parts if part.numel())
@@ -211,13 +224,13 @@ def pieces(parts: Iterable[Any], piece_bytes: int, *, packed: bool = True) -> It
                 at += piece_bytes
                 continue
             if not buffers:
-                buffers = _two_buffers(piece_bytes)
+                buffers = _buffers(piece_bytes)
             take = min(piece_bytes - filled, size - at)
             _copy(buffers[0][filled : filled + take], part[at : at + take])
             at, filled = at + take, filled + take
             if filled == piece_bytes:
                 yield buffers[0]
-                buffers.reverse()
+                buffers.append(buffers.pop(0))
                 filled = 0
     if filled:
         yield buffers[0][:filled]
@@ -231,10 +244,11 @@ def _copy(place: Any, part: Any) -> None:
         place.copy_(part)
 
 
-def _two_buffers(size: int) -> list[Any]:
+def _buffers(size: int) -> list[Any]:
+    """Of the pieces under way, and of the one that is filled beside them."""
     import torch
 
-    return [torch.empty(size, dtype=torch.uint8) for _ in range(2)]
+    return [torch.empty(size, dtype=torch.uint8) for _ in range(PIECES_FLYING + 1)]
 
 
 def _open_store(asked: Rendezvous, deadline: Deadline) -> tuple[Any, int]:

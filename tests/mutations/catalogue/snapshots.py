@@ -313,7 +313,7 @@ SNAPSHOTS = (
     Mutation(
         "a_piece_is_packed_over_the_one_that_is_sent",
         "client/push.py",
-        "                buffers.reverse()\n",
+        "                buffers.append(buffers.pop(0))\n",
         "",
         "The bytes of a piece do not change while it is broadcast.",
         ("client/test_client_push.py",),
