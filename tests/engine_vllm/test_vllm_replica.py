@@ -18,6 +18,7 @@ from midstream.core.types import Desired, Stage
 from midstream.engine.vllm import session_kv
 from midstream.engine.vllm import swap as swap_module
 from midstream.engine.vllm.engine import VllmEngine
+from midstream.snapshots.arc2.files import Making
 
 sys.path.append(str(Path(__file__).parents[1] / "replica"))
 from replica_fakes import Running, running, sse
@@ -37,7 +38,7 @@ async def serving(
     model = write_model(folder / "model")
     engine = VllmEngine(model, VllmSettings(**settings), folder / "cache", url=fake.url)
 
-    async def fetch(desired: Desired, *, refetch: bool = False) -> Path:
+    async def fetch(desired: Desired, *, refetch: bool = False, making: Making | None = None) -> Path:
         number = desired.snapshot.removeprefix("step-")
         return write_weights(folder / desired.snapshot, int(number) if number.isdigit() else -1)
 

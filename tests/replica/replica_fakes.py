@@ -473,7 +473,9 @@ class FakeSource(SnapshotSource):
     async def blames_itself(self, path: Path) -> bool:
         return self._found is not None
 
-    async def fetch(self, desired: Desired, *, refetch: bool = False) -> Path | None:
+    async def fetch(
+        self, desired: Desired, *, refetch: bool = False, making: Making | None = None
+    ) -> Path | None:
         self.calls.append(f"fetch {desired.snapshot}{' anew' if refetch else ''}")
         self._found = desired.snapshot if desired.snapshot in self.rotten else None
         self.rotten.discard(desired.snapshot)

@@ -180,7 +180,9 @@ class SteppedSource(SnapshotSource):
     def __init__(self, steps: Steps) -> None:
         self._steps = steps
 
-    async def fetch(self, desired: Desired, *, refetch: bool = False) -> Path | None:
+    async def fetch(
+        self, desired: Desired, *, refetch: bool = False, making: Making | None = None
+    ) -> Path | None:
         await self._steps.take("fetch")
         return Path("/cache") / desired.snapshot
 

@@ -13,6 +13,7 @@ from midstream.replica.gate import Door
 from midstream.replica.replica import Replica
 from midstream.replica.swap import driver as driver_module
 from midstream.replica.swap.table import SwapEvent
+from midstream.snapshots.arc2.files import Making
 
 TICKS = range(6)
 Scenario = Callable[[Replica], Awaitable[None]]
@@ -182,9 +183,11 @@ def test_an_attempt_is_cancelled_once_however_many_targets_follow(tmp_path: Path
             super().__init__()
             self.tidied = asyncio.Event()
 
-        async def fetch(self, desired: Desired, *, refetch: bool = False) -> Path | None:
+        async def fetch(
+            self, desired: Desired, *, refetch: bool = False, making: Making | None = None
+        ) -> Path | None:
             try:
-                return await super().fetch(desired, refetch=refetch)
+                return await super().fetch(desired, refetch=refetch, making=making)
             except asyncio.CancelledError:
                 await self.tidied.wait()
                 self.calls.append(f"tidied {desired.snapshot}")
@@ -258,11 +261,13 @@ def test_a_commit_that_fails_in_a_way_nobody_expected_is_a_new_boot(tmp_path: Pa
 
 def test_a_swap_that_ends_as_if_cancelled_is_a_new_boot(tmp_path: Path) -> None:
     class Interrupted(FakeSource):
-        async def fetch(self, desired: Desired, *, refetch: bool = False) -> Path | None:
+        async def fetch(
+            self, desired: Desired, *, refetch: bool = False, making: Making | None = None
+        ) -> Path | None:
             if not self.calls:
                 self.calls.append("interrupted")
                 raise asyncio.CancelledError
-            return await super().fetch(desired, refetch=refetch)
+            return await super().fetch(desired, refetch=refetch, making=making)
 
     engine = FakeEngine()
 

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from replica_fakes import FakeEngine, FakeSource, make_replica, running
@@ -161,6 +162,34 @@ def test_what_the_engine_has_read_of_a_refused_rebuild_ends_before_it_is_made_ag
         assert read == [("embed",), None]
         assert engine.calls == ["stage v1 ahead from v1-made", "stage v1 v1", "commit v1"]
         assert engine.ahead_at_stage is None
+
+    play(tmp_path, scenario)
+
+
+def test_the_engine_reads_linked_files_before_they_are_proved_and_ends_with_those_that_are_not(
+    tmp_path: Path,
+) -> None:
+    async def scenario(replica: Replica, engine: FakeEngine, source: FakeSource) -> None:
+        fetch, wrong = source.fetch, ["v1"]
+
+        async def linked(desired: Desired, *, refetch: bool = False, making: Making | None = None) -> Any:
+            assert making is not None
+            making.begun(Path(f"/cache/{desired.snapshot}-linked"))
+            making.made("embed")
+            await asyncio.sleep(0)
+            if desired.snapshot in wrong:
+                raise SnapshotCorrupt("its bytes are not those that this name means")
+            return await fetch(desired, refetch=refetch)
+
+        source.fetch = linked  # type: ignore[method-assign]
+        replica.desire(wanted("v1", 1))
+        await at(replica, "v1", Stage.ERROR)
+        await until(replica, lambda: engine.ahead is None)
+        assert engine.calls == ["stage v1 ahead from v1-linked"]
+        replica.desire(wanted("v2", 2))
+        await at(replica, "v2")
+        assert engine.calls[1:] == ["stage v2 ahead from v2-linked", "stage v2 v2", "commit v2"]
+        assert engine.ahead_at_stage == ("embed",)
 
     play(tmp_path, scenario)
 

@@ -45,9 +45,11 @@ class TimedSource(FakeSource):
         super().__init__()
         self.clock = clock
 
-    async def fetch(self, desired: Desired, *, refetch: bool = False) -> Path | None:
+    async def fetch(
+        self, desired: Desired, *, refetch: bool = False, making: Making | None = None
+    ) -> Path | None:
         self.clock.passes(FETCH_S)
-        return await super().fetch(desired, refetch=refetch)
+        return await super().fetch(desired, refetch=refetch, making=making)
 
     async def rebuild(self, desired: Desired, making: Making | None = None) -> Path:
         self.clock.passes(REBUILD_S)

@@ -16,10 +16,11 @@ from test_delta import arrays, assert_equal, changed, checkpoint, loaded
 from trainer_writers import write_miles
 
 from midstream.core.errors import SnapshotCorrupt
-from midstream.core.types import SnapshotFiles
+from midstream.core.types import FileContent, SnapshotFiles
 from midstream.snapshots.content import file_content
 from midstream.snapshots.rebuild import rebuild
 from midstream.snapshots.store import chain as chain_module
+from midstream.snapshots.store import fetch as fetch_module
 from midstream.snapshots.store import links as links_module
 from midstream.snapshots.store.cache import SnapshotCache
 from midstream.snapshots.store.chain import ChainFetcher
@@ -198,3 +199,102 @@ def test_a_link_that_an_interrupted_fetch_left_is_never_written_to(bucket: Path,
     asyncio.run(copied())
     assert not is_link(tmp_path / "dest" / WEIGHTS)
     assert (bucket / WEIGHTS).read_bytes() == (tmp_path / "dest" / WEIGHTS).read_bytes() == before
+
+
+class Told:
+    """What a `Making` learns, and what it finds then."""
+
+    def __init__(self) -> None:
+        self.files: dict[str, os.stat_result] = {}
+        self.weights = b""
+        self.tensors: list[str] = []
+        self.directory: Path | None = None
+
+    def begun(self, directory: Path) -> None:
+        self.directory = directory
+        self.files = {path.name: path.stat() for path in directory.iterdir()}
+        self.weights = (directory / WEIGHTS).read_bytes()
+
+    def made(self, tensor: str) -> None:
+        self.tensors.append(tensor)
+
+    def given_up(self) -> None:
+        raise AssertionError("nothing was refused")
+
+
+@pytest.fixture
+def published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    directory = checkpoint(tmp_path / "bucket" / "s1", arrays())
+    monkeypatch.setattr(links_module, "LINK_BYTES_MIN", (directory / WEIGHTS).stat().st_size)
+    return directory
+
+
+def test_linked_weights_may_be_read_before_they_are_digested(
+    published: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are the files that the fetch then gives, and nothing of them is left elsewhere."""
+    told, read = Told(), fetch_module.contents.read_parts
+    seen: list[list[str]] = []
+
+    def digested(file: int, ranges: Any) -> Any:
+        if os.fstat(file).st_size == (published / WEIGHTS).stat().st_size:
+            seen.append(told.tensors.copy())
+        return read(file, ranges)
+
+    monkeypatch.setattr(fetch_module.contents, "read_parts", digested)
+    cache = SnapshotCache(tmp_path / "cache")
+    chains = ChainFetcher(cache, threads=1, links=True)
+    path = asyncio.run(chains.fetch(chain_of(published), making=told))
+    assert path is not None
+    assert seen == [told.tensors]
+    assert sorted(told.tensors) == sorted(arrays())
+    assert told.weights == (published / WEIGHTS).read_bytes()
+    assert told.files.keys() >= {WEIGHTS, "config.json"}
+    assert all(os.path.samestat(found, (path / name).stat()) for name, found in told.files.items())
+    chains.check_unchanged()
+    assert [one.name for one in cache.root.iterdir() if one.is_dir()] == [path.name]
+    assert (path / "config.json").stat().st_nlink == 1
+
+
+def test_of_weights_that_are_copied_nothing_is_told(published: Path, tmp_path: Path) -> None:
+    told = Told()
+    chains = ChainFetcher(SnapshotCache(tmp_path / "cache"), threads=1, links=False)
+    assert asyncio.run(chains.fetch(chain_of(published), making=told)) is not None
+    assert told.directory is None
+
+
+def test_who_writes_to_weights_that_are_read_ahead_ends_the_load(published: Path, tmp_path: Path) -> None:
+    opened: list[threading.Thread] = []
+
+    class Overwritten(Told):
+        def begun(self, directory: Path) -> None:
+            super().begun(directory)
+            writer = threading.Thread(target=lambda: (published / WEIGHTS).open("r+b").close())
+            writer.start()
+            opened.append(writer)
+            # It waits for the lease from here on.
+            while links_module._unbroken(next(iter(chains._links._leases.values()))):
+                pass
+
+    told = Overwritten()
+    chains = ChainFetcher(SnapshotCache(tmp_path / "cache"), threads=1, links=True)
+    assert asyncio.run(chains.fetch(chain_of(published), making=told)) is not None
+    with pytest.raises(SnapshotCorrupt, match="was opened for writing while it was loaded"):
+        chains.check_unchanged()
+    opened[0].join()
+
+
+def test_weights_that_are_not_the_expected_ones_leave_nothing_behind(published: Path, tmp_path: Path) -> None:
+    """They were read ahead, and no snapshot comes of it."""
+    told, cache = Told(), SnapshotCache(tmp_path / "cache")
+    chains = ChainFetcher(cache, threads=1, links=True)
+    other = (file_content(published / "config.json"), FileContent(WEIGHTS, size_of(published), "0" * 64))
+    (link,) = chain_of(published)
+    with pytest.raises(SnapshotCorrupt, match="its bytes are not those that this name means"):
+        asyncio.run(chains.fetch([msgspec.structs.replace(link, content=other)], making=told))
+    assert told.tensors
+    assert [one for one in cache.root.iterdir() if one.is_dir()] == []
+
+
+def size_of(directory: Path) -> int:
+    return (directory / WEIGHTS).stat().st_size

@@ -160,14 +160,14 @@ class Slot(abc.ABC):
         """
 
     def stage_ahead(self, snapshot: str, directory: Path) -> None:  # noqa: B027 - optional to override
-        """Begin to read files that are still being made in `directory`, where all but the tensors is there. Returns at once.
+        """Begin to read files in `directory` that are not proved yet, where all but the tensors is there. Returns at once.
 
         A tensor is read once `tensors_made` has named it, and nothing is computed before `stage` has named the proved files. If
         those are others, what was read is thrown away. `drop_staged` ends it.
         """
 
     def tensors_made(self, tensors: Sequence[str]) -> None:  # noqa: B027 - optional to override
-        """These tensors of the files of `stage_ahead` are there, and proved. Returns at once."""
+        """These tensors of the files of `stage_ahead` may be read. Returns at once."""
 
     def drop_staged(self) -> None:  # noqa: B027 - optional to override
         """Free what is staged or being staged, if anything is: it will not be committed. Returns at once."""

@@ -1,4 +1,4 @@
-"""A snapshot that is read while its files are still being made: which of its tensors may be read.
+"""A snapshot that is read while its files are still made or digested: which of its tensors may be read.
 
 Always holds: a tensor may be read once the replica has named it, or once all files were proved. `whole` returns only then, so
 nothing is computed with weights of which anything is unproved. Files at another place are the same only if they are the same

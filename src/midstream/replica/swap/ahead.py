@@ -1,6 +1,6 @@
-"""Tells the engine of the files of a rebuild while threads still make them.
+"""Tells the engine of files while threads still make or digest them.
 
-Always holds: the engine hears of it in the event loop, in the rebuild's order, and in the swap's own context.
+Always holds: the engine hears of it in the event loop, in the order of the threads, and in the swap's own context.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from midstream.engine.base import Slot
 
 
 class Ahead:
-    """Has the engine read what a rebuild makes, tensor by tensor. It is the rebuild's `Making`."""
+    """Has the engine read what a rebuild makes or a fetch links, tensor by tensor. It is their `Making`."""
 
     def __init__(self, engine: Slot, snapshot: str) -> None:
         self._engine = engine
         self._snapshot = snapshot
         self._loop = asyncio.get_running_loop()
-        # Threads of a rebuild have none of their own.
+        # Those threads have none of their own.
         self._context = contextvars.copy_context()
         self._made: deque[str] = deque()
 

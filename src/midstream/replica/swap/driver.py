@@ -45,7 +45,6 @@ from midstream.replica.swap.ties import NO_TIES, Ties
 
 log = logging.getLogger(__name__)
 
-
 DRAIN_LOG_EVERY_S = 10.0
 #: Timings of swaps that a report has.
 SWAPS_REPORTED = 4
@@ -297,7 +296,8 @@ class SwapDriver:
         """A snapshot that this boot serves is loaded again because of a failed check: the local files may be to blame."""
         refetch = self.machine.loaded is not None and self.machine.same_files(desired)
         async with self._files.hints.loading(desired.snapshot):
-            return await self._files.source.fetch(desired, refetch=refetch)
+            ahead = Ahead(self._engine, desired.snapshot)
+            return await self._files.source.fetch(desired, refetch=refetch, making=ahead)
 
     async def _verify(self, path: Path, desired: Desired) -> None:
         """Files that were here, and may be damaged, are fetched once more. So what was published is not blamed for them."""

@@ -56,9 +56,12 @@ class SnapshotSource(abc.ABC):
         return False
 
     @abc.abstractmethod
-    async def fetch(self, desired: Desired, *, refetch: bool = False) -> Path | None:
+    async def fetch(
+        self, desired: Desired, *, refetch: bool = False, making: Making | None = None
+    ) -> Path | None:
         """A local directory with the snapshot's files, complete but not yet verified. None: the fetched files have to be
-        applied to a parent's first (`rebuild`). refetch: from the bucket, also if they are here. Raises SnapshotError."""
+        applied to a parent's first (`rebuild`). refetch: from the bucket, also if they are here. making: may learn of the
+        files before. Raises SnapshotError."""
 
     @abc.abstractmethod
     async def rebuild(self, desired: Desired, making: Making | None = None) -> Path:
@@ -190,8 +193,10 @@ class CachedSource(SnapshotSource):
             return True
         return False
 
-    async def fetch(self, desired: Desired, *, refetch: bool = False) -> Path | None:
-        return await self._chains.fetch(desired.files, refetch=refetch)
+    async def fetch(
+        self, desired: Desired, *, refetch: bool = False, making: Making | None = None
+    ) -> Path | None:
+        return await self._chains.fetch(desired.files, refetch=refetch, making=making)
 
     async def rebuild(self, desired: Desired, making: Making | None = None) -> Path:
         return await self._chains.rebuild(desired.files, making)

@@ -44,13 +44,14 @@ LARGE_PART = 16
 
 
 class Making(Protocol):
-    """Learns of a checkpoint while it is made. Any thread may call it."""
+    """Learns of a checkpoint while it is made or digested. Any thread may call it."""
 
     def begun(self, directory: Path) -> None:
-        """The checkpoint is made in `directory`. Everything but the tensors is there."""
+        """The checkpoint is in `directory`. Everything but the tensors is there."""
 
     def made(self, tensor: str) -> None:
-        """The tensor is in its file: its bytes have the delta's checksum, if it changed them, and its numbers are finite."""
+        """The tensor is in its file. If it was made, it has the delta's checksum, where that changed it, and its numbers are
+        finite. A linked one is not digested yet."""
 
     def given_up(self) -> None:
         """The checkpoint was refused, perhaps before it was begun. It may be made again, of which nothing is told."""

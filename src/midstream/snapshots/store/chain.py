@@ -163,10 +163,12 @@ class ChainFetcher:
         progress: Progress | None = None,
         *,
         refetch: bool = False,
+        making: Making | None = None,
     ) -> Path | None:
         """Fetch what `chain` needs. Returns the directory of its whole files, or None if `rebuild` has to make them.
 
-        refetch: do not trust the cache. Its files stay until they are replaced. Raises SnapshotError.
+        refetch: do not trust the cache. Its files stay until they are replaced. making: may learn of a full snapshot's files
+        before they are digested. Raises SnapshotError.
         """
         if chain[0].compression is not None:
             raise SnapshotIncompatible(
@@ -192,7 +194,7 @@ class ChainFetcher:
         elif start < 0 and await self._take_received(chain):
             start, fetched = 0, False
         if start < len(chain) - 1:
-            await self._fetch_from(chain, start, progress)
+            await self._fetch_from(chain, start, progress, making if len(chain) == 1 else None)
         self._fresh = self._cache.whole(chain[:1]) if fetched else None
         return path if len(chain) == 1 else None
 
@@ -312,7 +314,9 @@ class ChainFetcher:
                 return i
         return -1
 
-    async def _fetch_from(self, chain: Chain, start: int, progress: Progress | None = None) -> None:
+    async def _fetch_from(
+        self, chain: Chain, start: int, progress: Progress | None = None, making: Making | None = None
+    ) -> None:
         """Fetch the own files of the links after `start`, in parallel. start: -1 includes the full snapshot."""
         wanted = [(self._cache.whole(chain[:1]), chain[0])] if start < 0 else []
         wanted += [(self._cache.delta(link), link) for link in chain[max(start, 0) + 1 :]]
@@ -329,7 +333,7 @@ class ChainFetcher:
                 progress(sum(done), total)
 
         fetches = (
-            self._fetch_listed(listing, path, partial(advance, i), content=content)
+            self._fetch_listed(listing, path, partial(advance, i), content=content, making=making)
             for i, (path, listing, content) in enumerate(listed)
         )
         await together(fetches, LINKS_TOGETHER)

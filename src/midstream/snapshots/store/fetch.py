@@ -14,12 +14,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import hashlib
 import os
 import shutil
 import struct
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Coroutine,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +37,16 @@ from obstore.store import HTTPStore, LocalStore
 from midstream.core.errors import SnapshotCorrupt, SnapshotError
 from midstream.core.types import Content, FileContent
 from midstream.snapshots import content as contents
+from midstream.snapshots.arc2.files import Making
 from midstream.snapshots.content import difference, in_groups
 from midstream.snapshots.finite import parts_show_finite
 from midstream.snapshots.identity import public_url
 from midstream.snapshots.messages import shown
 from midstream.snapshots.store.bucket import Store, describe
-from midstream.snapshots.store.links import Links
+from midstream.snapshots.store.links import Links, tell_of_links
 from midstream.snapshots.store.listing import BucketFile, Listing, find_file, open_regular
 from midstream.snapshots.store.local import (
+    copy_some,
     is_whole,
     made_finite,
     move_into_place,
@@ -54,8 +64,6 @@ PARTIAL_PREFIX = ".part-"
 PARTS_IN_FLIGHT = 6
 #: The store itself retries only until the body of a response has begun.
 PART_ATTEMPTS = 3
-_COPY_BYTES = 2**20
-_NO_KERNEL_COPY = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM, errno.EIO)
 #: Room for listings and journals.
 _NOTES_BYTES = 2**20
 #: An entry of a journal: the number of a part, and its digest.
@@ -78,12 +86,13 @@ async def fetch_listed(
     slots: asyncio.Semaphore | None = None,
     content: Content | None = None,
     links: Links | None = None,
+    making: Making | None = None,
 ) -> None:
     """Make `dest` a copy of the listed files, replacing what was there. Notes their content in it (local.py).
 
     A `dest` that has these files already is left as it is. slots: shared by fetches that run together. content: of the
-    expected files; None for any. links: what links large files of a local bucket; None copies them. `progress(bytes_done,
-    bytes_total)` is called on the event loop.
+    expected files; None for any. links: what links large files of a local bucket; None copies them. making: learns of linked
+    weights before they are digested (`tell_of_links`). `progress(bytes_done, bytes_total)` is called on the event loop.
 
     Raises SnapshotCorrupt, which names the file, when the content differs or a file changes while it is read. Raises
     SnapshotError when the bucket does not answer or the disk refuses.
@@ -100,7 +109,8 @@ async def fetch_listed(
             parts = await finished(_open_all, stack, partial, listing.url, sources, links)
             await finished(_keep_only, partial, parts)
             await finished(_reserve, dest.parent, listing.url, parts)
-            await _fetch_parts(parts, progress, slots or asyncio.Semaphore(PARTS_IN_FLIGHT))
+            async with _read_ahead(making, dest.parent, parts) as ahead:
+                await _fetch_parts(parts, progress, slots or asyncio.Semaphore(PARTS_IN_FLIGHT), ahead)
             found = tuple(sorted((part.content() for part in parts), key=lambda file: file.name))
         if content is not None and (other := difference(content, found)) is not None:
             await asyncio.to_thread(shutil.rmtree, partial, ignore_errors=True)
@@ -169,13 +179,13 @@ class _PartialFile:
         self._digests: dict[int, bytes] = dict(_ENTRY.iter_unpack(written[:whole]))
         # Of the words in the parts that were read here (content.py).
         self._largest: dict[int, Mapping[int, int]] = {}
-        self._linked = self._link()
-        if self._linked:
+        self.linked = self._link()
+        if self.linked:
             self._data = os.open(self.path, os.O_RDONLY)
         else:
             _drop_link(self.path)
             self._data = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600)
-        if self._linked:
+        if self.linked:
             self._digests = {}
             os.ftruncate(self._log, 0)
         elif file.etag is None or os.fstat(self._data).st_size != file.size:
@@ -205,7 +215,7 @@ class _PartialFile:
 
     @property
     def reserved_bytes(self) -> int:
-        return self.file.size if self._linked else reserved_bytes(self._data)
+        return self.file.size if self.linked else reserved_bytes(self._data)
 
     def reserve(self) -> None:
         """Raises OSError when the disk has no room for the whole file."""
@@ -223,6 +233,10 @@ class _PartialFile:
         """Whether the pass that digested the parts showed all numbers to be finite. Only when no part is missing."""
         seen = self._largest
         return seen.keys() == self._digests.keys() and parts_show_finite(self.path, seen.values())
+
+    @property
+    def has_weights(self) -> bool:
+        return self.file.name.endswith(".safetensors")
 
     def close(self) -> None:
         os.close(self._data)
@@ -276,7 +290,7 @@ class _PartialFile:
     def _copy(self, numbers: Sequence[int], source: str) -> None:
         """Copy parts from a local bucket, in the kernel if possible. check_unchanged looks at the file at the end."""
         ranges = [self._range(number) for number in numbers]
-        if not self._linked:
+        if not self.linked:
             self._copy_ranges(ranges, source)
         for number, part in zip(numbers, contents.read_parts(self._data, ranges), strict=True):
             self._note(number, part.digest)
@@ -290,7 +304,7 @@ class _PartialFile:
         try:
             for position, end in ranges:
                 while position < end:
-                    count = _copy_some(file, self._data, position, end)
+                    count = copy_some(file, self._data, position, end)
                     if count == 0:
                         raise SnapshotCorrupt(
                             f"{self.changed}: it was listed with {self.file.size} bytes and has {position}"
@@ -309,7 +323,7 @@ class _PartialFile:
 
     def _note(self, number: int, digest: bytes) -> None:
         """Note that the part is there. It is not fetched again. Of a linked file that holds for this fetch only."""
-        if not self._linked:
+        if not self.linked:
             os.write(self._log, _ENTRY.pack(number, digest))
         self._digests[number] = digest
 
@@ -344,21 +358,6 @@ def _drop_link(path: Path) -> None:
             path.unlink()
 
 
-def _copy_some(source: int, target: int, position: int, end: int) -> int:
-    """Copy some of the bytes from `position` to `end` to the same place. Returns how many; 0 if the source has ended."""
-    try:
-        # A file system that cannot do it may copy nothing instead of saying so.
-        if hasattr(os, "copy_file_range") and (
-            count := os.copy_file_range(source, target, end - position, position, position)
-        ):
-            return count
-    except OSError as error:
-        if error.errno not in _NO_KERNEL_COPY:
-            raise
-    piece = os.pread(source, min(end - position, _COPY_BYTES), position)
-    return os.pwrite(target, piece, position) if piece else 0
-
-
 def _open_all(
     stack: contextlib.ExitStack,
     partial: Path,
@@ -373,10 +372,33 @@ def _open_all(
     return parts
 
 
+@contextlib.asynccontextmanager
+async def _read_ahead(
+    making: Making | None, parent: Path, parts: Sequence[_PartialFile]
+) -> AsyncIterator[Callable[[], Awaitable[None]]]:
+    """Gives what tells `making` of the weights, if all of them are linked. Call it when the other files are there."""
+    directory = temporary_directory(parent)
+
+    async def tell() -> None:
+        if making is not None and all(part.linked for part in parts if part.has_weights):
+            files = {part.file.name: part.path for part in parts}
+            await finished(tell_of_links, making, directory, files)
+
+    try:
+        yield tell
+    finally:
+        await finished(shutil.rmtree, directory, True)
+
+
 async def _fetch_parts(
-    files: list[_PartialFile], progress: Progress | None, slots: asyncio.Semaphore
+    files: list[_PartialFile],
+    progress: Progress | None,
+    slots: asyncio.Semaphore,
+    copied: Callable[[], Awaitable[None]] | None = None,
 ) -> None:
-    """Fetch all missing parts, a few at a time. Then check that every file is unchanged."""
+    """Fetch all missing parts, a few at a time. Then check that every file is unchanged.
+
+    copied: called when all but the linked files are there."""
     total = sum(f.file.size for f in files)
     done = total - sum(f.missing_bytes for f in files)
 
@@ -389,7 +411,10 @@ async def _fetch_parts(
 
     if progress is not None:
         progress(done, total)
-    await _in_parallel(slots, ((f, fetch(f, step)) for f in files for step in f.steps))
+    await _in_parallel(slots, ((f, fetch(f, step)) for f in files if not f.linked for step in f.steps))
+    if copied is not None:
+        await copied()
+    await _in_parallel(slots, ((f, fetch(f, step)) for f in files if f.linked for step in f.steps))
     await _in_parallel(slots, ((f, f.check_unchanged()) for f in files))
 
 
@@ -455,7 +480,7 @@ def _finish(
     dest: Path,
     links: Links | None,
 ) -> None:
-    weights = [part for part in parts if part.file.name.endswith(".safetensors")]
+    weights = [part for part in parts if part.has_weights]
     finite = bool(weights) and all(part.shows_finite for part in weights)
     temporary = temporary_directory(dest.parent)
     temporary.mkdir()

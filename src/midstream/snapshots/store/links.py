@@ -5,7 +5,8 @@ Always holds: a file is linked only if the system grants the lease. It does that
 for writing. A process that opens it later waits for the end of the lease, or for the system's time limit. So when `check`
 passes, all reads of a linked file saw the same bytes. A rebuild holds what it reads, and keeps its result only after
 `check_held`. A file that is replaced by a rename keeps its bytes under the link. A change after the lease shows in the
-file's time, which the cache compares.
+file's time, which the cache compares. An engine may read a linked file before it is digested: it has a copy of the bytes that
+were digested, or `check` fails.
 """
 
 from __future__ import annotations
@@ -15,9 +16,12 @@ import fcntl
 import os
 import signal
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 
-from midstream.core.errors import SnapshotCorrupt
+from midstream.core.errors import SnapshotCorrupt, SnapshotError
+from midstream.snapshots.arc2.files import Making
+from midstream.snapshots.layout import read_checkpoint
 from midstream.snapshots.messages import shown
 from midstream.snapshots.store.listing import open_regular
 from midstream.snapshots.store.local import is_whole, noted_contents
@@ -116,6 +120,23 @@ class Links:
             leases, self._leases = self._leases, {}
         for lease in leases.values():
             os.close(lease)
+
+
+def tell_of_links(making: Making, directory: Path, files: Mapping[str, Path]) -> None:
+    """Have weights read that are linked and held, also before they are digested: nobody writes to them, or `check` says so.
+
+    directory: is made, and has links to them. The caller removes it when the files are in their place. files: all of the
+    snapshot, by name. If they are no checkpoint, or cannot be linked, nobody is told.
+    """
+    with contextlib.suppress(OSError, SnapshotError):
+        directory.mkdir()
+        for name, path in files.items():
+            os.link(path, directory / name)
+        layouts = read_checkpoint(directory)[1]
+        making.begun(directory)
+        for layout in layouts.values():
+            for tensor in layout.tensors:
+                making.made(tensor)
 
 
 def _leased(path: str) -> int:

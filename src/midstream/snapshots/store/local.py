@@ -33,6 +33,8 @@ STAMPS_FILE = ".stamps.json"
 CONTENT_FILE = ".content.json"
 #: There while nobody has asked whether the numbers are finite, which they are.
 FINITE_FILE = ".finite"
+_COPY_BYTES = 2**20
+_NO_KERNEL_COPY = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM, errno.EIO)
 
 _Listing = list[tuple[str, int, str]]
 
@@ -129,6 +131,21 @@ def _agree(expected: Sequence[Content | None], noted: Sequence[Content]) -> bool
     if len(expected) != len(noted):
         return False
     return all(want is None or want == have for want, have in zip(expected, noted, strict=True))
+
+
+def copy_some(source: int, target: int, position: int, end: int) -> int:
+    """Copy some of the bytes from `position` to `end` to the same place. Returns how many; 0 if the source has ended."""
+    try:
+        # A file system that cannot do it may copy nothing instead of saying so.
+        if hasattr(os, "copy_file_range") and (
+            count := os.copy_file_range(source, target, end - position, position, position)
+        ):
+            return count
+    except OSError as error:
+        if error.errno not in _NO_KERNEL_COPY:
+            raise
+    piece = os.pread(source, min(end - position, _COPY_BYTES), position)
+    return os.pwrite(target, piece, position) if piece else 0
 
 
 def directory_bytes(directory: Path) -> int:

@@ -21,6 +21,7 @@ from obstore.exceptions import BaseError
 from midstream.core.errors import SnapshotCorrupt, SnapshotError
 from midstream.core.transfer import FILES_PATH
 from midstream.core.types import Content, FileContent, SnapshotFiles
+from midstream.snapshots.arc2.files import Making
 from midstream.snapshots.content import content_fingerprint
 from midstream.snapshots.messages import shown
 from midstream.snapshots.store.bucket import open_peer
@@ -84,13 +85,16 @@ class Peers:
         slots: asyncio.Semaphore | None = None,
         content: Content | None = None,
         links: Links | None = None,
+        making: Making | None = None,
     ) -> None:
         """As fetch_listed. The other replicas are asked, too, before it raises."""
         again = True
         while True:
             mixed = await asyncio.to_thread(_has_parts, partial_directory(dest.parent, listing.url))
             try:
-                await fetch_listed(listing, dest, progress, slots=slots, content=content, links=links)
+                await fetch_listed(
+                    listing, dest, progress, slots=slots, content=content, links=links, making=making
+                )
                 return
             except SnapshotError as error:
                 log.warning("the replica at %s: %s", listing.address, error)
