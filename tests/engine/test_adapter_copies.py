@@ -53,6 +53,43 @@ def test_a_copy_with_other_numbers_is_refused_on_a_short_line(tmp_path: Path, na
     assert len(str(refused.value)) < 300
 
 
+@pytest.mark.parametrize("hidden", [3, 4])
+@pytest.mark.parametrize(
+    ("version", "turned"),
+    [("0.18.1", True), ("0.19.0", True), ("0.19.1", False), ("0.21.0.dev0@a1b2", False)],
+)
+def test_fused_experts_are_read_as_the_version_of_peft_wrote_them(
+    tmp_path: Path, version: str, turned: bool, hidden: int
+) -> None:
+    """PEFT 0.19.1 turned the matrices round. With 4 inputs to 4 outputs their shapes do not tell."""
+    experts, rank, inner = 2, 3, 4
+    base, adapter = tmp_path / "base", tmp_path / "adapter"
+    base.mkdir()
+    adapter.mkdir()
+    (base / "config.json").write_text("{}")
+    place = "model.layers.0.mlp.experts"
+    down = torch.zeros(experts, hidden, inner)
+    save_file(
+        {f"{place}.gate_up_proj": torch.zeros(experts, 2 * inner, hidden), f"{place}.down_proj": down},
+        base / "model.safetensors",
+    )
+    a_columns, b_rows = (hidden, inner) if turned else (inner, hidden)
+    a = torch.arange(experts * rank * a_columns).reshape(experts * rank, a_columns).float()
+    b = torch.arange(b_rows * rank * experts).reshape(b_rows, rank * experts).float() - 7
+    name = f"base_model.model.{place}.lora_"
+    save_file({f"{name}A.weight": a, f"{name}B.weight": b}, adapter / "adapter_model.safetensors")
+    given = {"peft_type": "LORA", "r": rank, "lora_alpha": 6, "peft_version": version}
+    (adapter / "adapter_config.json").write_text(json.dumps(given))
+
+    [(module, low)] = load_adapter(adapter, base, torch.float32).items()
+
+    # ParamWrapper.get_delta_weight in lora/layer.py of each version.
+    order = "ore,eri->eio" if turned else "ore,eri->eoi"
+    expected = 2 * torch.einsum(order, b.reshape(b_rows, rank, experts), a.reshape(experts, rank, a_columns))
+    assert module == f"{place}.down_proj"
+    assert torch.equal(low.b @ low.a, expected)
+
+
 def overwrite(path: Path) -> None:
     """Write other numbers over those of the file, where they lie."""
     data = path.read_bytes()

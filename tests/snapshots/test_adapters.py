@@ -142,3 +142,15 @@ def test_many_targets_are_looked_for_in_time_and_one_that_is_absent_is_named(tmp
         read_adapter(directory, base(*paths))
     directory = written(tmp_path, maps(*paths), target_modules=targets)
     assert len(read_adapter(directory, base(*paths)).maps) == 2000
+
+
+@pytest.mark.parametrize("version", [None, 18, "", "main", "0.19.1.dev0@a1b2"])
+def test_square_experts_of_an_unknown_version_of_peft_are_refused(tmp_path: Path, version: Any) -> None:
+    """PEFT 0.19.1 turned the matrices round, and their shapes do not tell."""
+    fused = {
+        f"{EXPERTS}.lora_{side}.weight": ("F32", shape)
+        for side, shape in (("A", (2, HIDDEN)), ("B", (HIDDEN, 2)))
+    }
+    directory = written(tmp_path, fused, peft_version=version)
+    with pytest.raises(SnapshotIncompatible, match=r"peft_version is .* has to say which"):
+        read_adapter(directory, base())

@@ -50,10 +50,13 @@ def load_adapter(directory: Path, base_directory: Path, dtype: torch.dtype) -> L
 
 
 def _low_rank(found: AdaptedMap, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> LowRank:
-    a, b = tensors[found.a], tensors[found.b].float() * found.scaling
+    a, b = tensors[found.a], tensors[found.b]
     if found.experts:
-        a = a.reshape(found.experts, found.rank, found.inputs)
+        a = a.reshape(found.experts, found.rank, -1)
         # In PEFT's tensor the experts alternate within the rank.
-        b = b.reshape(found.outputs, found.rank, found.experts).permute(2, 0, 1)
+        b = b.reshape(-1, found.rank, found.experts).permute(2, 0, 1)
+    if found.turned:
+        a, b = b.mT, a.mT
+    b = b.float() * found.scaling
     # The tensors as read are mapped from the file, which may be the trainer's own (store/links.py): a later write would serve.
     return LowRank(a.to(dtype, copy=True).contiguous(), b.to(dtype, copy=True).contiguous())

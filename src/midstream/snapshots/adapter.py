@@ -63,6 +63,8 @@ _FUSED = re.compile(r"(?P<experts>.+\.experts)(?:\.base_layer)*")
 _EXPERT = re.compile(r"(.+\.experts)\.(0|[1-9][0-9]{0,8})\.(gate_proj|up_proj|down_proj|w1|w2|w3)")
 #: PEFT itself begins patterns with `.*\.`, for experts that transformers keeps in one tensor. No other repetition is served.
 _PATTERN = re.compile(r"\.\*([\w.^$]|\\\.){1,255}|([\w.|^$]|\\\.){1,255}")
+_VERSION = re.compile(r"([0-9]{1,4})\.([0-9]{1,4})\.([0-9]{1,4})(\.dev)?")
+_TURNED_UNTIL = (0, 19, 1)
 _PARTS = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 
 
@@ -71,7 +73,8 @@ class AdaptedMap:
     """One linear map of the base, and what is added to it: `scaling * b @ a`.
 
     a, b: names of tensors in the file. With experts == 0 they are [rank, inputs] and [outputs, rank]. Otherwise one pair of
-    tensors holds those of all experts, as PEFT lays them out: [experts * rank, inputs], [outputs, rank * experts].
+    tensors holds those of all experts, as PEFT lays them out: [experts * rank, inputs], [outputs, rank * experts]. If turned,
+    as before PEFT 0.19.1: [experts * rank, outputs], [inputs, rank * experts], and the transpose is added.
     """
 
     a: str
@@ -81,6 +84,7 @@ class AdaptedMap:
     inputs: int
     outputs: int
     experts: int = 0
+    turned: bool = False
 
 
 @dataclass(frozen=True)
@@ -168,7 +172,7 @@ def read_adapter(directory: Path, base: CheckpointSpec) -> AdapterSpec:
     maps: dict[str, AdaptedMap] = {}
     scaling = _Scaling(config)
     for path, (a, b) in sorted(_pairs(tensors).items()):
-        module, found = _map(path, (a, tensors[a]), (b, tensors[b]), shapes)
+        module, found = _map(path, (a, tensors[a]), (b, tensors[b]), shapes, config.get("peft_version"))
         if module in maps:
             raise SnapshotIncompatible(f"{shown(a)}: {shown(module)} is adapted twice")
         # PEFT's patterns are of the names that its file has; those of fused experts have none of their own there.
@@ -357,21 +361,23 @@ def _normal(path: str) -> str:
 
 
 def _map(
-    path: str, a: tuple[str, TensorSpec], b: tuple[str, TensorSpec], shapes: _BaseShapes
+    path: str, a: tuple[str, TensorSpec], b: tuple[str, TensorSpec], shapes: _BaseShapes, version: Any
 ) -> tuple[str, AdaptedMap]:
-    """The module that is adapted, and how, without its scaling."""
+    """The module that is adapted, and how, without its scaling. version: what the configuration says of PEFT's."""
     (a_name, a_spec), (b_name, b_spec) = a, b
     module = _normal(path)
     if match := _FUSED.fullmatch(module):
         experts, count = match["experts"], shapes.count(match["experts"])
+        written = b_spec.shape[0], a_spec.shape[1]
         for part, (outputs, inputs) in shapes.fused(experts).items():
-            if (b_spec.shape[0], a_spec.shape[1]) == (outputs, inputs):
+            if written in ((outputs, inputs), (inputs, outputs)):
                 rows = _rank(a_name, a_spec, b_name, b_spec)
                 if rows % count:
                     raise SnapshotIncompatible(
                         f"tensor {shown(a_name)} has {rows} rows, no multiple of the {count} experts"
                     )
-                found = AdaptedMap(a_name, b_name, rows // count, 1.0, inputs, outputs, count)
+                turned = _turned(version) if outputs == inputs else written != (outputs, inputs)
+                found = AdaptedMap(a_name, b_name, rows // count, 1.0, inputs, outputs, count, turned)
                 return f"{experts}.{part}", found
         raise SnapshotIncompatible(
             f"tensor {shown(a_name)} has shape {shown_value(list(a_spec.shape))} and {shown(b_name)} "
@@ -387,6 +393,18 @@ def _map(
             f"{shown_value(list(b_spec.shape))} do not fit the base model's map of {inputs} inputs and {outputs} outputs"
         )
     return module, AdaptedMap(a_name, b_name, _rank(a_name, a_spec, b_name, b_spec), 1.0, inputs, outputs)
+
+
+def _turned(version: Any) -> bool:
+    """True if this PEFT wrote the fused experts' maps turned. Of a square map the shapes do not tell."""
+    match = _VERSION.match(str(version))
+    # Development versions of 0.19.1 are from before the change or behind it.
+    if match is None or ((written := tuple(map(int, match.groups()[:3]))) == _TURNED_UNTIL and match[4]):
+        raise SnapshotIncompatible(
+            f"{ADAPTER_CONFIG_FILE}: peft_version is {shown_value(version)}; before 0.19.1 PEFT wrote experts' maps with as"
+            " many inputs as outputs the other way round, so the version has to say which"
+        )
+    return written < _TURNED_UNTIL
 
 
 def _rank(a_name: str, a: TensorSpec, b_name: str, b: TensorSpec) -> int:
