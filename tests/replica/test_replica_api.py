@@ -498,6 +498,7 @@ def test_a_stream_with_token_ids_in_raw_output_and_metrics(tmp_path: Path) -> No
         assert last["perf_metrics"]["prefill-queue-duration"] == 0.25
         assert "perf_metrics" not in first
         assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
+        assert answer.headers["x-accel-buffering"] == "no"
         assert answer.headers["fireworks-prompt-tokens"] == "2"
         assert answer.headers["fireworks-cached-prompt-tokens"] == "3"
 

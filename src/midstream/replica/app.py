@@ -275,6 +275,8 @@ class InferenceExchange(TaskExchange):
             self._outbox.add(self._client, framed)
             return
         fixed = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
+        # Else nginx keeps events back until it has some KiB of them.
+        fixed["x-accel-buffering"] = "no"
         assert self._generation is not None
         if self._generation.resumable:
             fixed[HEADER_RESUMABLE] = "1"
