@@ -29,7 +29,8 @@ _HEADER_REASON = "x-midstream-route-reason"
 
 
 class CheckedSample(msgspec.Struct, frozen=True, kw_only=True):
-    """A checked sample. echoed: how many of the last prompt tokens come with log-probabilities; 0: none."""
+    """A checked sample. echoed: how many of the last prompt tokens come with log-probabilities; 0: none. full: the prompt is
+    scored, fills the context, and its sequences have no tokens."""
 
     prompt: tuple[int, ...]
     n: int
@@ -37,6 +38,7 @@ class CheckedSample(msgspec.Struct, frozen=True, kw_only=True):
     prompt_logprobs: bool
     topk: int
     echoed: int
+    full: bool = False
 
     def completion(self, model: str) -> bytes:
         """The body of the completions request."""
@@ -48,7 +50,7 @@ class CheckedSample(msgspec.Struct, frozen=True, kw_only=True):
             "top_p": params.top_p,
             "top_k": params.top_k,
             "logprobs": True,
-            **_length(params.max_tokens),
+            **_length(0 if self.full else params.max_tokens),
             **_stop(params.stop),
         }
         if params.seed is not None:
@@ -62,8 +64,8 @@ class CheckedSample(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.json.encode(body)
 
 
-def check(body: SampleBody) -> CheckedSample:
-    """Raises TinkerRefusal (400) for what this server does not do."""
+def check(body: SampleBody, max_context: int | None = None) -> CheckedSample:
+    """max_context: in tokens, if it is known. Raises TinkerRefusal (400) for what this server does not do."""
     for field in ("topk_sample_logprobs", "prompt_alt_tokens_k", "target_prompt_logprobs"):
         if getattr(body, field) not in (None, 0):
             raise TinkerRefusal(400, f"{field} is not supported here", field)
@@ -73,13 +75,16 @@ def check(body: SampleBody) -> CheckedSample:
     _between(body.num_samples, 1, MAX_SAMPLES, "num_samples")
     _between(body.topk_prompt_logprobs, 0, MAX_TOPK, "topk_prompt_logprobs")
     _check_params(body.sampling_params)
+    echoed = _echoed(body, len(prompt))
     return CheckedSample(
         prompt=prompt,
         n=body.num_samples,
         params=body.sampling_params,
         prompt_logprobs=bool(body.prompt_logprobs),
         topk=body.topk_prompt_logprobs,
-        echoed=_echoed(body, len(prompt)),
+        echoed=echoed,
+        # The SDK's compute_logprobs asks for one token, which it does not read.
+        full=bool(echoed) and len(prompt) == max_context and body.sampling_params.max_tokens == 1,
     )
 
 
@@ -213,7 +218,7 @@ def sampled(
     if tuple(entry.token_id for entry in prompt) != sample.prompt[missing:] and sample.echoed:
         raise WorkFailed("the server scored another prompt", "server")
     result = SampleResult(
-        sequences=tuple(_sequence(choice, sample.echoed) for choice in choices),
+        sequences=tuple(_sequence(choice, sample) for choice in choices),
         prompt_logprobs=_prompt_logprobs(prompt, missing) if sample.prompt_logprobs else None,
         topk_prompt_logprobs=_topk(prompt, missing, sample.topk) if sample.topk else None,
         cached_tokens=completion.usage.prompt_tokens_details.cached_tokens,
@@ -228,10 +233,10 @@ def sampled(
     return CompletedSample(result, spans)
 
 
-def _sequence(choice: _Choice, echoed: int) -> DrawnSequence:
-    entries = choice.logprobs.content[echoed:]
+def _sequence(choice: _Choice, sample: CheckedSample) -> DrawnSequence:
+    entries = choice.logprobs.content[sample.echoed :]
     logprobs = [entry.sampling_logprob for entry in entries]
-    if not entries:
+    if not entries and not sample.full:
         raise WorkFailed("the server made a sequence without tokens", "server")
     if None in logprobs:
         raise WorkFailed(

@@ -89,7 +89,8 @@ class Sampling:
         key = routing_key(body.sampling_session_id, body.seq_id)
         tokens = sum(len(chunk.tokens) for chunk in body.prompt.chunks)
         sample, mark = await beside.run(
-            ID_BYTES * tokens, lambda: (check(body), None if key is None else _mark_of(body))
+            ID_BYTES * tokens,
+            lambda: (check(body, self._served.max_context), None if key is None else _mark_of(body)),
         )
         model, weights = self._weights(tenant, body)
         if mark is not None and (known := self._futures.unasked(tenant, mark)) is not None:

@@ -11,6 +11,8 @@ given = arguments()
 client = service(given)
 sampler = made(client.create_sampling_client(base_model=given.base_model))
 prompt = prompt_of(given.prompt)
+context = client.get_server_capabilities().supported_models[0].max_context_length
+full = prompt_of(given.prompt[:1] * context)
 
 
 def sample(num_samples: int = 1, *, options: dict[str, Any] | None = None, **params: Any) -> dict[str, Any]:
@@ -28,6 +30,7 @@ result: dict[str, Any] = {
     "never_stops": sample(seed=given.seed, max_tokens=given.max_tokens, stop=[]),
     "scored": sample(options={"include_prompt_logprobs": True, "topk_prompt_logprobs": 3}),
     "logprobs": sampler.compute_logprobs(prompt).result(),
+    "logprobs_of_full": sampler.compute_logprobs(full).result(),
     "base_model": sampler.get_base_model(),
     "too_long": refusal(lambda: sample(max_tokens=10**6)),
     "too_hot": refusal(lambda: sample(temperature=7.0)),

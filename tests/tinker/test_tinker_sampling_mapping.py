@@ -178,6 +178,22 @@ def test_the_first_prompt_token_has_no_log_probability() -> None:
     assert done.labels() == {"a", "b", "base"}
 
 
+def test_a_prompt_that_fills_the_context_is_scored_without_a_token_behind_it() -> None:
+    """compute_logprobs asks for one token and does not read it. So a rollout that was cut at the context can be scored."""
+    given = body(prompt_logprobs=True, params={"max_tokens": 1})
+    sample = check(given, max_context=len(PROMPT))
+    assert json.loads(sample.completion(DEPLOYMENT))["max_tokens"] == 0
+    done = answer(sample, [choice(0, echoed()[:-1], finish="length") | {"snapshots": []}])
+    assert done.result.prompt_logprobs == pytest.approx((None, -0.1, -0.2, -0.3))
+    assert [(each.tokens, each.stopped) for each in done.result.sequences] == [((), False)]
+    for other in (
+        check(given, max_context=len(PROMPT) + 1),
+        check(body(params={"max_tokens": 1}), max_context=len(PROMPT)),
+        check(body(prompt_logprobs=True, params={"max_tokens": 2}), max_context=len(PROMPT)),
+    ):
+        assert json.loads(other.completion(DEPLOYMENT))["max_tokens"] > 0
+
+
 def test_only_the_last_prompt_tokens_when_only_they_were_asked_for() -> None:
     sample = check(body(prompt_logprobs=True, prompt_logprobs_last_n=2))
     spans = [{"snapshot": "a", "start": 0, "end": 2}]

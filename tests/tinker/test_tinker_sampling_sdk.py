@@ -137,6 +137,10 @@ def check_scores(server: Server, told: dict[str, Any]) -> None:
     for scores in (told["logprobs"], told["scored"]["prompt_logprobs"]):
         assert scores[0] is None
         assert scores[1:] == pytest.approx(expected[1:], abs=1e-4)
+    # As long as the context.
+    full = told["logprobs_of_full"]
+    whole = entries(complete(server, prompt=PROMPT[:1] * len(full), echo=True, max_tokens=0))
+    assert full[1:] == pytest.approx([entry["logprob"] for entry in whole[1:]], abs=1e-4)
     rows = told["scored"]["topk_prompt_logprobs"]
     assert rows[0] is None
     for row, entry in zip(rows[1:], own[1:], strict=True):
