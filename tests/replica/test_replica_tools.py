@@ -147,7 +147,7 @@ def test_tools_need_a_template_that_defines_them() -> None:
         ({"tools": [{"type": "function"}]}, "tools[0].function: this field is required"),
         (
             {"tools": [*TOOLS, {"type": "function", "function": {"name": "a b"}}]},
-            "tools[2].function.name: expected str matching regex '^[a-zA-Z0-9_.-]{1,64}$'",
+            "tools[2].function.name: expected str matching regex '^[a-zA-Z0-9_.-]{1,128}$'",
         ),
         ({"tools": TOOLS + TOOLS[:1]}, "tools: the name 'weather' is given twice"),
         ({"tools": TOOLS * 65}, "tools: at most 128, got 130"),
@@ -166,6 +166,20 @@ def test_tools_need_a_template_that_defines_them() -> None:
 )
 def test_a_mistake_in_the_tools_is_named(fields: dict[str, Any], message: str) -> None:
     assert refusal(plan, **fields) == (message, re.split(r"[:.\[]", message)[0])
+
+
+@pytest.mark.parametrize(("size", "taken"), [(128, True), (129, False)])
+def test_a_tool_of_an_mcp_server_has_room_for_the_name_of_the_server(size: int, taken: bool) -> None:
+    """Claude Code calls it mcp__SERVER__TOOL, which is often longer than the 64 characters that OpenAI takes."""
+    name = "mcp__" + "a" * (size - 5)
+    tools = [{"type": "function", "function": {"name": name}}]
+    named = {"type": "function", "function": {"name": name}}
+    if taken:
+        planned = plan(tools=tools, tool_choice=named)
+        assert planned is not None
+        assert planned.forced
+    else:
+        assert refusal(plan, tools=tools)[0].startswith("tools[0].function.name: expected str matching regex")
 
 
 def test_the_choice_says_which_tools_may_be_called_and_whether_they_must() -> None:

@@ -17,7 +17,8 @@ from midstream.core.errors import InvalidRequest
 from midstream.replica.text.toolformat import Arguments, TemplateTools, ToolFormat
 
 MAX_TOOLS = 128
-Name = Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+#: As MCP names tools. Harnesses put the name of a server before it, and Anthropic's API takes as many characters.
+Name = Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
 
 
 class Function(msgspec.Struct, frozen=True):
