@@ -213,15 +213,29 @@ def test_an_adapter_that_no_engine_takes_is_refused_at_the_signal(
     serve(tmp_path, work)
 
 
-def test_an_adapter_without_weights_that_are_read_is_refused_at_the_signal(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "instead"),
+    [
+        # As PEFT writes them where it is told not to use safetensors.
+        ("adapter_model.safetensors", "adapter_model.bin"),
+        ("adapter_config.json", "config.json"),
+    ],
+)
+def test_an_adapter_of_which_a_file_is_not_there_is_refused_at_the_signal(
+    tmp_path: Path, name: str, instead: str
+) -> None:
     async def work(server: PolicyServer) -> None:
         write_adapter(server, "red-1", json.dumps(GOOD))
-        weights = server.bucket / "red-1" / "adapter_model.safetensors"
-        # As PEFT writes them where it is told not to use safetensors.
-        weights.rename(weights.with_name("adapter_model.bin"))
+        directory = server.bucket / "red-1"
+        (directory / name).rename(directory / instead)
         answer = await server.signal({"identity": "red-1", "policy": "red"})
         assert refused(answer) == (400, "identity"), answer.text
-        assert "adapter_model.safetensors: is not there" in answer.json()["error"]["message"]
+        assert f"{name}: is not there" in answer.json()["error"]["message"]
+        for path in LOADS:
+            answer = await server.http.post(path, json={"lora_name": "red", "lora_path": str(directory)})
+            assert refused(answer) == (404, "lora_path"), answer.text
+            message = answer.json()["error"]["message"]
+            assert message.startswith(f"lora_path: no adapter is there: {name}: is not there"), message
         assert server.policies == []
 
     serve(tmp_path, work)

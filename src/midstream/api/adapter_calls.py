@@ -78,7 +78,8 @@ class AdapterLoader:
             if known is None and await self._policies.is_as_left(policy, desired):
                 await self._policies.unload(policy)
             if isinstance(error.__cause__, SnapshotMissing):
-                reason = f"{update.param}: no adapter is there: {error.message}"
+                why = error.message.removeprefix(f"{update.param}: ")
+                reason = f"{update.param}: no adapter is there: {why}"
                 raise NotFound(reason, param=update.param) from error
             raise
         return policy

@@ -138,12 +138,12 @@ def check_found(sizes: Mapping[str, int], config: bytes | None) -> None:
     sizes: in bytes, by name. config: the configuration's bytes, if they were read. Of the weights nothing is read.
     """
     check_sizes(sizes)
-    if not is_adapter_listing(sizes):
+    checkpoint = WEIGHTS_FILE in sizes or INDEX_FILE in sizes
+    if not is_adapter_listing(sizes) and (checkpoint or ADAPTER_WEIGHTS_FILE not in sizes):
         return
-    if ADAPTER_WEIGHTS_FILE not in sizes:
-        raise SnapshotMissing(
-            f"{ADAPTER_WEIGHTS_FILE}: is not there; PEFT writes it with safe_serialization=True"
-        )
+    for name, how in ((ADAPTER_CONFIG_FILE, ""), (ADAPTER_WEIGHTS_FILE, " with safe_serialization=True")):
+        if name not in sizes:
+            raise SnapshotMissing(f"{name}: is not there; PEFT's save_pretrained writes it{how}")
     if config is not None:
         _check_config(parse_object(ADAPTER_CONFIG_FILE, config))
 
