@@ -47,6 +47,7 @@ class Shown(NamedTuple):
 PYTHON, SH, SETTINGS = Run("python"), Run("sh"), Run("toml")
 TINKER, HARNESS = Run("python", ".venv-tinker"), Run("python", ".venv-harness")
 PICTURE, OUTPUT, NAMES = Shown("a picture"), Shown("output"), Shown("names to be filled in: KEY, DIR, URL")
+PROXY = Shown("settings of a proxy")
 TRACE_LINE, HEADER_LINE = Shown("a line of a trace"), Shown("a header")
 TRANSCRIPT = Shown("commands with what they print; tests/docs/test_commands.py reads the commands")
 SERVER_START = Elsewhere(
@@ -61,7 +62,7 @@ BLOCKS: dict[str, list[Run | Elsewhere | Shown]] = {
     "docs/tinker.md": [TINKER, SETTINGS, OUTPUT],
     "README.md": [PICTURE, MAKE, PYTHON, PYTHON, TINKER],
     "CONTRIBUTING.md": [MAKE],
-    "docs/api.md": [SETTINGS, NAMES],
+    "docs/api.md": [SETTINGS, PROXY, PROXY, NAMES],
     "docs/architecture.md": [PICTURE],
     "docs/cli.md": [TRANSCRIPT, OUTPUT, TRANSCRIPT, SH, OUTPUT],
     "docs/configuration.md": [SETTINGS],
