@@ -205,6 +205,12 @@ def test_every_format_has_the_same_tokens_and_numbers(trace: dict[str, Any]) -> 
     check(pairs)
 
 
+def test_verl_counts_an_answer_that_was_cut_and_continued_once() -> None:
+    """user, assistant, then the rest of the same answer; tool, assistant."""
+    [row] = verl_rows(sequences_of(a_trace([(0, 2, 2), (1, 0, 3), (2, 1, 1)])))
+    assert row["num_turns"] == 4
+
+
 @settings(max_examples=40, deadline=None)
 @given(traces, st.integers(0, 3))
 def test_a_verl_batch_is_padded_and_keeps_every_place(trace: dict[str, Any], more: int) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 from midstream.client.records import REWARD, TrainingSequence
@@ -121,10 +122,10 @@ def tinker_datum(data: Mapping[str, Any], tinker: Any, inputs: Iterable[str] | N
 def verl_rows(sequences: Iterable[TrainingSequence]) -> list[dict[str, Any]]:
     """Fields of verl's AgentLoopOutput, one for each sequence: what its first turn was asked, and all behind it.
 
-    num_turns: as verl counts, those of the user and of tools as well. routed_experts: of all tokens, zeros where they are not
-    known; make it an array. extra_fields has routed_experts_mask, which says where they are; sampling_masks, the ids that each
-    token of the response was drawn from, as in `jsonl_records`; None where the sequence has no routes, or no masks; and
-    sampling, the parameters of each turn.
+    num_turns: as verl counts, those of the user and of tools as well; an answer that was cut and continued is one.
+    routed_experts: of all tokens, zeros where they are not known; make it an array. extra_fields has routed_experts_mask, which
+    says where they are; sampling_masks, the ids that each token of the response was drawn from, as in `jsonl_records`; None
+    where the sequence has no routes, or no masks; and sampling, the parameters of each turn.
     """
     rows = []
     for one in sequences:
@@ -140,7 +141,7 @@ def verl_rows(sequences: Iterable[TrainingSequence]) -> list[dict[str, Any]]:
                 "response_mask": one.loss_mask[at:],
                 "response_logprobs": one.logprobs[at:],
                 "reward_score": one.reward,
-                "num_turns": 2 * len(one.turns),
+                "num_turns": 2 * (1 + sum(turn.end < after.start for turn, after in pairwise(one.turns))),
                 "routed_experts": None if experts is None else [row or zero for row in experts],
                 "metrics": {},
                 "extra_fields": {
