@@ -201,8 +201,11 @@ def check_spec(
         check(one is None or one[1] not in together, "a map of an expert is adapted twice", module)
         many, rank = max(found.experts, 1), found.rank
         check(1 <= rank <= RANK_MAX, "a rank out of bounds", found)
-        check(tuple(tensors[found.a]["shape"]) == (many * rank, found.inputs), "another a", found)
-        check(tuple(tensors[found.b]["shape"]) == (found.outputs, many * rank), "another b", found)
+        # As PEFT before 0.19.1 laid out what all experts have.
+        turned = bool(found.experts) and found.turned
+        columns, rows = (found.outputs, found.inputs) if turned else (found.inputs, found.outputs)
+        check(tuple(tensors[found.a]["shape"]) == (many * rank, columns), "another a", found)
+        check(tuple(tensors[found.b]["shape"]) == (rows, many * rank), "another b", found)
         check({tensors[found.a]["dtype"], tensors[found.b]["dtype"]} <= {*DTYPES}, "another dtype", found)
         check_scaling(module, found, config)
 
@@ -234,10 +237,13 @@ def check_numbers(spec: AdapterSpec, place: Path, base_place: Path, tensors: Map
         return
     check(loaded.keys() == spec.maps.keys(), "other maps than the file has", list(loaded))
     for module, found in spec.maps.items():
-        a, b = array(tensors[found.a]), array(tensors[found.b]) * np.float32(found.scaling)
+        a, b = array(tensors[found.a]), array(tensors[found.b])
         if found.experts:
-            a = a.reshape(found.experts, found.rank, found.inputs)
+            a = a.reshape(found.experts, found.rank, -1)
             b = np.stack([b[:, expert :: found.experts] for expert in range(found.experts)])
+        if found.turned:
+            a, b = b.transpose(0, 2, 1), a.transpose(0, 2, 1)
+        b = b * np.float32(found.scaling)
         check(np.array_equal(loaded[module].a.numpy(), a, equal_nan=True), "other numbers of a", module)
         check(np.array_equal(loaded[module].b.numpy(), b, equal_nan=True), "other numbers of b", module)
     for name, own in spec.copies.items():
@@ -268,6 +274,7 @@ def seeds() -> Iterator[bytes]:
         "model.layers.2.mlp.experts.base_layer": (2 * _INNER, _HIDDEN),
         "model.layers.2.mlp.experts": (_HIDDEN, _INNER),
     }
+    turned = {path: shape[::-1] for path, shape in fused.items()}
     head = {"lm_head": (_VOCAB, _HIDDEN)}
     rows: list[tuple[dict[str, Any], bytes]] = [
         ({"target_modules": ["q_proj"]}, lines(attention)),
@@ -278,6 +285,7 @@ def seeds() -> Iterator[bytes]:
         ({"target_modules": "all-linear"}, lines(expert)),
         ({"target_modules": [], "init_lora_weights": "eva"}, lines(mixtral, 1, "BF16")),
         ({"alpha_pattern": {"experts.gate_up_proj": 1}}, lines(fused, _EXPERTS)),
+        ({"peft_version": "0.18.1"}, lines(turned, _EXPERTS)),
         ({"target_modules": ["lm_head"]}, lines(head, 1, "F32", "lm_head.weight")),
         ({}, lines(attention, 1, "F16", "model.embed_tokens.weight")),
         ({}, weights_of(lines(attention))),
@@ -297,6 +305,7 @@ WORDS: tuple[bytes, ...] = (
     *(b"NaN", b"Infinity", b"1e309", b"-0", b"-0.0", b"1e-320", b"9" * 400, b"null", b"true", b"[" * 32),
     *(b"a|" * 120, b"^", b"$", b"|", b".lora_A.weight F32 1 4", b"base_model.model.", b" F32 1 3 4"),
     *(b".base_layer", b".experts.", b"block_sparse_moe", b"00", b"\xd9\xa1", b"9" * 4400, BETWEEN),
+    *(b'"peft_version":"0.19.0"', b'"peft_version":"0.19.1', b".dev0"),
     *(b"embed_tokens", b"lm_head", b"\n", b" BOOL 6 4", b" F8_E4M3 6 4", b" I8 6 4", b" 1 4", b"\\ud800"),
 )
 TARGET = Target(run, seeds, WORDS, 8192)
