@@ -22,15 +22,15 @@ V = TypeVar("V")
 
 #: A longer head is not looked at.
 HEAD_BYTES_MAX = 4096
-#: Then the memory is cleared: what is in use comes back at once.
-LINES_MAX = 1024
-LINE_BYTES_MAX = 512
+#: Then the memory is cleared: what is in use comes back at once. Each session in use may have a line or two.
+LINES_MAX = 2**14
+LINE_BYTES_MAX = 128
 HEAD_END = b"\r\n\r\n"
 #: Lines with them are read each time.
 SECRETS = frozenset(
     (b"authorization", b"x-api-key", b"proxy-authorization", b"cookie", b"set-cookie", b"x-midstream-token")
 )
-_HEADER = re.compile(rb"([A-Za-z0-9-]+): ?([!-~](?:[ -~]*[!-~])?)")
+_NAME = re.compile(rb"[A-Za-z0-9-]+")
 _REQUEST = re.compile(rb"(GET|POST) (/[A-Za-z0-9/._~:%-]*) HTTP/1\.1")
 _LENGTH = re.compile(rb"[0-9]{1,15}")
 
@@ -48,6 +48,21 @@ class LineMemory(dict[K, V]):
         self[key] = value
 
 
+class Names(LineMemory[bytes, bytes]):
+    """A header's name to the same in lower case. Raises NotPlain."""
+
+    def __missing__(self, name: bytes) -> bytes:
+        if _NAME.fullmatch(name) is None:
+            raise NotPlain
+        lower = name.lower()
+        if len(name) <= LINE_BYTES_MAX:
+            self.keep(name, lower)
+        return lower
+
+
+_names = Names()
+
+
 class HeaderLines(LineMemory[bytes, Header]):
     """A header's line to its lower-case name and its value. Raises NotPlain.
 
@@ -62,10 +77,13 @@ class HeaderLines(LineMemory[bytes, Header]):
         self._judged = self._never | {b"content-length", b"connection", b"transfer-encoding"}
 
     def __missing__(self, line: bytes) -> Header:
-        found = _HEADER.fullmatch(line)
-        if found is None:
+        written, colon, value = line.partition(b": ")
+        if not colon:
+            written, colon, value = line.partition(b":")
+        # The quickest way to ask whether there is nothing but printable ASCII.
+        if not value or value.strip() != value or not value.isascii() or not value.decode().isprintable():
             raise NotPlain
-        name, value = header = found[1].lower(), found[2]
+        name, value = header = _names[written], value
         if name in self._judged and not self._may_be(name, value):
             raise NotPlain
         if name not in SECRETS and len(line) <= LINE_BYTES_MAX:
@@ -102,9 +120,7 @@ class HeadStart:
 
     __slots__ = ("first", "headers", "lines", "method", "passed_on", "target", "text")
 
-    def __init__(
-        self, lines: Sequence[bytes], method: bytes, target: bytes, headers: Sequence[Header]
-    ) -> None:
+    def __init__(self, lines: Sequence[bytes], method: bytes, target: bytes, headers: list[Header]) -> None:
         self.lines, self.method, self.target, self.headers = lines, method, target, headers
         self.text = b"\r\n".join((*lines, b""))
         self.first = dict(headers)

@@ -90,25 +90,28 @@ class RequestReader(ABC):
         Raises MidstreamError, or httptools.HttpParserError, perhaps with the former as its context.
         """
         self._roomless_bytes = 0
-        end = -1 if self._in_message else data.find(HEAD_END, 0, self._plain_head_bytes_max)
+        start, begun = self._head_start, 0
+        if start is not None and data.startswith(start.text):
+            begun = len(start.text)
+        # A start ends with the end of a line.
+        end = -1 if self._in_message else data.find(HEAD_END, max(begun - 2, 0), self._plain_head_bytes_max)
         if end < 0:
             self._parse(data)
             return None
-        start = self._head_start
         try:
-            if start is None or not data.startswith(start.text) or len(start.text) >= end:
+            if start is None or not 0 < begun < end:
                 start = self._begin_otherwise(data[:end].split(b"\r\n"))
-            lines = data[len(start.text) : end].split(b"\r\n")
-            headers = [*start.headers, *map(_header_lines.__getitem__, lines)]
+                begun = len(start.text)
+            own = [*map(_header_lines.__getitem__, data[begun:end].split(b"\r\n"))]
         except NotPlain:
             # Not parsed here, or this would be the context of the parser's error.
             start = None
         if start is None:
             self._parse(data)
             return None
-        method, target = start.method, start.target
+        method, target, headers = start.method, start.target, start.headers + own
         first = start.first.copy()
-        first.update(headers[len(start.headers) :])
+        first.update(own)
         length = int(first.get(b"content-length", 0))
         whole = len(data) == end + len(HEAD_END) + length and length <= self._limits.max_body_bytes
         if not whole or len(first) != len(headers) or b"host" not in first:
