@@ -12,15 +12,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Literal, NamedTuple
+from typing import Literal
 from urllib.parse import unquote_to_bytes
+
+import msgspec
 
 from midstream.core.errors import ErrorShape
 
 UserField = Literal["user", "metadata.user_id", "routing_key"]
 
 
-class WirePath(NamedTuple):
+class WirePath(msgspec.Struct, frozen=True):
     """name: of the wire, and of its metrics. summary: what a request to it does. streams: an answer may be a stream.
 
     errors: the shape in which its clients read errors. user: the field of a body that names the session where no other one

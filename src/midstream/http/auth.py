@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+
+import msgspec
 
 from midstream.core.errors import Unauthorized
 from midstream.core.key_settings import KeySettings, key_digest
@@ -20,7 +21,7 @@ CREDENTIALS = (b"authorization", b"x-api-key")
 FINGERPRINT_CHARS = 12
 
 
-class Caller(NamedTuple):
+class Caller(msgspec.Struct, frozen=True):
     """fingerprint: stands for the key in the audit log: how its SHA-256 begins; "unknown": not a valid key; "-": no keys."""
 
     tenant: str
@@ -66,7 +67,7 @@ class Authenticator:
             found = self._callers.get(digest) if presented else None
             if found is not None:
                 if not found.tenant:
-                    found = self._callers[digest] = found._replace(tenant=_tenant(presented))
+                    found = self._callers[digest] = msgspec.structs.replace(found, tenant=_tenant(presented))
                 return found
         raise Unauthorized("a valid API key is needed, as 'Authorization: Bearer KEY' or 'X-Api-Key: KEY'")
 

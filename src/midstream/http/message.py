@@ -26,8 +26,7 @@ _ABSOLUTE_FORM = re.compile(rb"https?://([^/?#@]+)((?:/[^?]*)?(?:\?.*)?)", re.IG
 _STATUS_LINES = {s.value: b"HTTP/1.1 %d %b\r\n" % (s.value, s.phrase.encode()) for s in HTTPStatus}
 
 
-@dataclass(slots=True, eq=False)
-class Request:
+class Request(msgspec.Struct, eq=False):
     """One request, whole. `headers` keep their order, with lower-case names; `first` has the first of each name."""
 
     method: bytes

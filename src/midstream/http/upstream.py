@@ -15,9 +15,10 @@ import asyncio
 import itertools
 import socket
 from collections.abc import Awaitable, Callable, Mapping
-from typing import NamedTuple, Protocol, cast
+from typing import Protocol, cast
 
 import httptools
+import msgspec
 
 from midstream.http.plain import HEAD_BYTES_MAX, HEAD_END, Header, HeaderLines, NotPlain
 
@@ -33,7 +34,7 @@ _header_lines = HeaderLines((b"upgrade", b"proxy-connection"), chunked=True)
 PARSING_FAILED = (httptools.HttpParserError, httptools.HttpParserUpgrade)
 
 
-class UpstreamHead(NamedTuple):
+class UpstreamHead(msgspec.Struct, frozen=True):
     """`reason` is the status line after the code; header names are lower-case; `first` has the first header of each name;
     `body` came with the head."""
 
@@ -261,7 +262,7 @@ class UpstreamConnection(asyncio.Protocol):
         if rest and not (self._feed(rest) and self._ends_well(rest)):
             return
         if self._decoded is not None:
-            head = head._replace(body=self._take_decoded())
+            head = msgspec.structs.replace(head, body=self._take_decoded())
         sink.response_head(head)
         if self._complete and self._sink is sink:
             self._finish(sink)

@@ -152,9 +152,10 @@ class GatewayMetrics:
         self.listening: Callable[[], bool] = lambda: True
         self.ready: Callable[[], bool] = lambda: True
         # By (path class, status). 499: the client left first.
-        self.requests: Counter[tuple[str, int]] = Counter()
+        # These two count every request. A Counter takes twice as long.
+        self.requests: defaultdict[tuple[str, int], int] = defaultdict(int)
         # By the reason of the route.
-        self.routes: Counter[str] = Counter()
+        self.routes: defaultdict[str, int] = defaultdict(int)
         # Sessions that moved, by the reason.
         self.moves: Counter[str] = Counter()
         # Connections lost or refused, by replica.
@@ -182,7 +183,7 @@ class GatewayMetrics:
         return self.ready() + self.siblings().ready
 
     @property
-    def _counters(self) -> dict[str, Counter[str]]:
+    def _counters(self) -> dict[str, dict[str, int]]:
         names = ("routes", "moves", "upstream_errors", "retries", "cut_responses")
         return {name: getattr(self, name) for name in names}
 

@@ -21,6 +21,8 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import msgspec
+
 from midstream.core.config import GatewaySettings
 from midstream.core.errors import Unauthorized
 from midstream.core.headers import (
@@ -58,7 +60,7 @@ logger = logging.getLogger(__name__)
 _TOKEN, _POLICY, _TENANT = HEADER_TOKEN.encode(), HEADER_POLICY.encode(), HEADER_TENANT.encode()
 _DEPLOYMENT, _MODEL = HEADER_DEPLOYMENT.encode(), HEADER_MODEL.encode()
 _IGNORE, _REFUSE = [HEADER_UNKNOWN_FIELDS.encode() + b": ignore\r\n"], list[bytes]()
-_SUPERVISOR = NOBODY._replace(grant=Grant(frozenset({(OBSERVE, None)})))
+_SUPERVISOR = msgspec.structs.replace(NOBODY, grant=Grant(frozenset({(OBSERVE, None)})))
 _NOT_FORWARDED = HOP_BY_HOP | {b"content-length", b"expect"}
 
 
@@ -115,7 +117,7 @@ class Proxy:
         self.ignores_fields = settings.unknown_fields == "ignore"
         self._turn = 0
         self._request_ids = itertools.count()
-        self._request_prefix = os.urandom(8).hex().encode()
+        self._request_id_line = b"x-request-id: %b-" % os.urandom(8).hex().encode()
 
     # -- the server's calls
 
@@ -176,7 +178,7 @@ class Proxy:
         """The head lines for an upstream that say which request this is, and whose."""
         lines = []
         if b"x-request-id" not in request.first:
-            lines.append(b"x-request-id: %b-%x\r\n" % (self._request_prefix, next(self._request_ids)))
+            lines.append(self._request_id_line + b"%x\r\n" % next(self._request_ids))
         if caller.tenant:
             lines.append(b"%b: %b\r\n" % (_TENANT, caller.tenant.encode()))
         return lines
@@ -380,8 +382,7 @@ class Proxy:
         return bool(_others(deployment.replicas, tried, eligible))
 
 
-@dataclass(slots=True)
-class Placed:
+class Placed(msgspec.Struct):
     """Where a request goes. stamp: that of the session placed there, or 0 if for this request alone; None: no session is
     placed. moved: what its new home learns of a session that lived elsewhere, on `came_from` if that may take it back."""
 

@@ -71,6 +71,8 @@ if TYPE_CHECKING:
     from midstream.proxy.proxy import AtReplica, Proxy
 
 logger = logging.getLogger(__name__)
+# Of every request, as in request.py.
+_SENT, _RESUME_SENT, _HEAD = RequestPhase.SENT, RequestPhase.RESUME_SENT, RequestEvent.HEAD
 
 
 @lru_cache(4096)
@@ -95,8 +97,7 @@ class ReplicaRoute(Route):
         super().__init__(proxy, request)
         self.path_class, self.errors = wire.name, wire.errors
         self._deployment = proxy.deployments.default
-        self._asked = ClientAsked()
-        self._asked.in_path, self._asked.user_field = in_path, wire.user
+        self._asked = ClientAsked(in_path, wire.user)
         self._at = Sending()
         self._tries = Tries()
 
@@ -109,12 +110,14 @@ class ReplicaRoute(Route):
     def start(self) -> None:
         request, proxy, asked = self._request, self._proxy, self._asked
         head, named = request.first, asked.in_path
-        asked.wishes = wishes = not WISHES.isdisjoint(head)
+        wishes = not WISHES.isdisjoint(head)
         constraint = None
         if wishes:
+            asked.wishes = True
             asked.mode = failover_mode(head)
             constraint = constraint_of_headers(head)
-        asked.resumable = asked.mode != "off" and not request.http10
+        if asked.mode == "off" or request.http10:
+            asked.resumable = False
         if wishes or not proxy.deployments.single or self.caller.grant is not EVERYTHING:
             self._deployment = proxy.deployment_of(request, self.caller.grant, asked.user_field)
         if constraint is not None:
@@ -270,17 +273,17 @@ class ReplicaRoute(Route):
     def head(self, phase: RequestPhase, head: UpstreamHead) -> RequestEvent:
         at, status = self._at, head.status
         # Nearly all answers need no look at their headers.
-        plain = status == 200 and phase is RequestPhase.SENT
-        event = RequestEvent.HEAD if plain else refusals.answer(phase, status, head.headers)
+        plain = status == 200 and phase is _SENT
+        event = _HEAD if plain else refusals.answer(phase, status, head.headers)
         if at.replica.failures and event not in refusals.NO_SIGN_OF_LIFE:
             at.replica.failures = 0
-        if phase is RequestPhase.RESUME_SENT:
-            if event is RequestEvent.HEAD and self._rest is not None:
+        if phase is _RESUME_SENT:
+            if event is _HEAD and self._rest is not None:
                 self._proxy.metrics.retries["resumed"] += 1
                 logger.info("%s continues a stream of %s", self.where(), self._rest.lost, extra=self._named())
             return event
         self._status = status
-        if event is not RequestEvent.HEAD:
+        if event is not _HEAD:
             self._not_begun()
         elif status == 200:
             if self._deployment.sessions.moved:

@@ -17,10 +17,11 @@ import asyncio
 from collections.abc import Callable, Collection, Iterable
 from typing import TYPE_CHECKING, Any
 
+from msgspec.structs import replace
+
 from midstream.core.errors import MidstreamError, ReplicaUnavailable
 from midstream.core.headers import HEADER_MADE
 from midstream.core.sse import error_event
-from midstream.core.table import Table
 from midstream.http.http1 import ClientConnection
 from midstream.http.message import Request, error_response
 from midstream.http.upstream import UpstreamConnection, UpstreamHead
@@ -42,6 +43,9 @@ if TYPE_CHECKING:
     from midstream.proxy.proxy import AtReplica, Proxy
 
 _MADE = HEADER_MADE.encode()
+# Of every request. A member of an enumeration takes longer to look up than a call takes.
+_PLACING, _HEAD = RequestPhase.PLACING, RequestEvent.HEAD
+_CONNECTED, _END = RequestEvent.CONNECTED, RequestEvent.END
 # Counted, never sent.
 CLIENT_LEFT = 499
 #: The next move, and what its action is about.
@@ -78,8 +82,8 @@ class ProxiedRequest:
         self._proxy, self._request, self._client = proxy, request, client
         self.route = route
         # Where it stands in the table, and what the upstream answered last: a head to pass on, or why it is held.
-        self._phase = RequestPhase.PLACING
-        self._answer = RequestEvent.HEAD
+        self._phase = _PLACING
+        self._answer = _HEAD
         self._started_s = proxy.clock()
         tracer = proxy.tracer
         self._span = None if tracer is None or not route.traced else RequestSpan(tracer, request)
@@ -155,7 +159,7 @@ class ProxiedRequest:
                 self._on(*judged)
                 return
             self._on(RequestEvent.HEAD, held)
-        self._on(RequestEvent.END, b"" if self._log is None else self._log.rest())
+        self._on(_END, b"" if self._log is None else self._log.rest())
 
     def upstream_lost(self, reason: str, *, answered: bool) -> None:
         connection, self._connection = self._connection, None
@@ -189,7 +193,12 @@ class ProxiedRequest:
         step: Step | None = (event, subject)
         while step is not None:
             event, subject = step
-            self._phase, act = _STEPS[self._phase, event]
+            try:
+                self._phase, act = _STEPS[self._phase, event]
+            except KeyError:
+                # Raises IllegalMove.
+                MOVES.move(self._phase, event)
+                raise
             step = act(self, subject)
 
     def _place(self, _: object) -> Step:
@@ -216,7 +225,7 @@ class ProxiedRequest:
             self._connect_afresh(None)
             return None
         self._fresh = False
-        return RequestEvent.CONNECTED, connection
+        return _CONNECTED, connection
 
     def _connect_afresh(self, _: object) -> None:
         self._fresh = True
@@ -251,14 +260,14 @@ class ProxiedRequest:
         self._held = head
 
     def _hold_more(self, held: UpstreamHead, data: bytes) -> None:
-        self._held = held = held._replace(body=held.body + data)
+        self._held = held = replace(held, body=held.body + data)
         if len(held.body) <= HELD_BYTES_MAX:
             return
         if ruling(self._phase, self._answer) in MAY_PASS:
             self._held = None
             self._on(RequestEvent.HEAD, held)
         else:
-            self._held = held._replace(body=held.body[:HELD_BYTES_MAX])
+            self._held = replace(held, body=held.body[:HELD_BYTES_MAX])
 
     def _pass_head(self, head: UpstreamHead) -> None:
         client, route, proxy = self._client, self.route, self._proxy
@@ -288,7 +297,8 @@ class ProxiedRequest:
         )
         parts.append(body)
         client.write(b"".join(parts))
-        self._tail = body[-4:]
+        if self._event_stream:
+            self._tail = body[-4:]
 
     def _continue(self, head: UpstreamHead) -> None:
         """The head of the rest of a stream is not the client's."""
@@ -395,4 +405,4 @@ _ACTIONS: dict[RequestAction, Callable[[ProxiedRequest, Any], Step | None]] = {
     RequestAction.COUNT_LEFT: ProxiedRequest._count_left,
     RequestAction.LEAVE: ProxiedRequest._leave,
 }
-_STEPS = Table(MOVES.first, {move: (to, _ACTIONS[action]) for move, (to, action) in MOVES.items()})
+_STEPS = {move: (to, _ACTIONS[action]) for move, (to, action) in MOVES.items()}

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from midstream.core.headers import (
     HEADER_DEPLOYMENT,
     HEADER_EXPECTED_TOKENS,
@@ -48,7 +50,7 @@ WISHES = frozenset(
 )
 
 
-class ClientAsked:
+class ClientAsked(msgspec.Struct):
     """in_path: the session that the path named. user_field: of the body, that names the session where no other one does.
     wishes: it has headers of WISHES. session: None: it has none. prompt: its beginning, of
     a request that may follow it. mode: what the client wants done when its stream is lost. resumable: the client can take a
@@ -56,11 +58,11 @@ class ClientAsked:
 
     in_path: bytes | None = None
     user_field: UserField = "user"
-    wishes = False
+    wishes: bool = False
     session: Session | None = None
     prompt: PromptBeginnings | None = None
-    mode = "exact"
-    resumable = True
+    mode: str = "exact"
+    resumable: bool = True
 
 
 class Sending:
@@ -92,17 +94,17 @@ class Sending:
         return None if self.placed is None else self.placed.view.name
 
 
-class Tries:
+class Tries(msgspec.Struct):
     """replicas: the names of those that are not asked again. lost: how many failed with the request. refused: why replicas
     refused it, in their order. why: why the last one could not take it, as the beginning of a sentence."""
 
     replicas: frozenset[str] = frozenset()
-    lost = 0
+    lost: int = 0
     refused: tuple[RequestEvent, ...] = ()
-    why = ""
+    why: str = ""
     #: Where it goes next, whatever placement says. A turn is handed over once.
     ordered: Placed | None = None
-    handed = False
+    handed: bool = False
 
     @property
     def too_many_lost(self) -> bool:

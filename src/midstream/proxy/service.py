@@ -66,7 +66,7 @@ class GatewayService:
             self._empty.set_result(None)
 
     def check_head(self, method: bytes, target: bytes, headers: Mapping[bytes, bytes]) -> Caller | None:
-        path = target.partition(b"?")[0]
+        path = target if target in WIRES_OF_TARGETS else target.partition(b"?")[0]
         if path in _OPEN and not _has_body(headers):
             return None
         if not self._proxy.auth.required:
@@ -104,8 +104,9 @@ class GatewayService:
             path = target.partition(b"?")[0]
             wire = wire_of(path) if request.method == b"POST" else None
         if wire is not None:
-            # The same request under another session is the same to those who judge what it does to replicas.
-            request.target = target
+            if session is not None:
+                # The same request under another session is the same to those who judge what it does to replicas.
+                request.target = target
             if self.budget.counts_requests:
                 client.count_in_flight()
             kind = ResponsesRoute if wire.name == RESPONSES else ReplicaRoute

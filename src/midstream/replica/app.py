@@ -328,7 +328,7 @@ class ResumeExchange(InferenceExchange):
         # An error event in the stream is its client's.
         began_on = wire_of(resume.path.partition("?")[0].encode())
         assert began_on is not None
-        self._wire = self._wire._replace(errors=began_on.errors)
+        self._wire = msgspec.structs.replace(self._wire, errors=began_on.errors)
         return service.admitted(wire, bytes(resume.body), self._headers, resume)
 
 
