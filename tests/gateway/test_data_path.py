@@ -1,9 +1,11 @@
 """Bytes through the data path: exactness, streaming, back-pressure, disconnects, keep-alive, control paths."""
 
 import asyncio
+import gc
 import os
 import subprocess
 import sys
+import weakref
 
 import pytest
 from gateway_harness import Message, Peer, get, post, read_chunk, read_head, respond_ok, run, staged
@@ -209,6 +211,37 @@ def test_a_client_that_leaves_closes_the_upstream(started: bool) -> None:
             assert stage.metrics.requests["completions", status] == 1
 
     run(main)
+
+
+@pytest.mark.parametrize("parsed", [True, False])
+def test_closed_connections_do_not_wait_for_a_collection(parsed: bool) -> None:
+    """One of all objects takes the longer the more streams are open, and is rare (launch/gateway.py)."""
+
+    async def handler(request: Message, peer: Peer) -> None:
+        peer.respond(request.body, headers="connection: close\r\n" if parsed else "")
+        peer.writer.close()
+
+    async def main() -> None:
+        async with staged(handler) as stage:
+            client = await stage.connect()
+            [connection] = stage.gateway.service.clients
+            client.send(post(headers="Connection: TE\r\n" if parsed else ""))
+            assert (await client.message()).start == "HTTP/1.1 200 OK"
+            [upstream] = stage.gateway.proxy.upstreams.values()
+            client.writer.close()
+            gone = asyncio.Semaphore(0)
+            held = [weakref.ref(one, lambda _: gone.release()) for one in (connection, *upstream.pool._all)]
+            assert bool(connection._made_parser) is parsed
+            del connection
+            async with asyncio.timeout(10):
+                for _ in held:
+                    await gone.acquire()
+
+    gc.disable()
+    try:
+        run(main)
+    finally:
+        gc.enable()
 
 
 def test_a_slow_client_blocks_the_replica_and_not_the_gateways_memory() -> None:

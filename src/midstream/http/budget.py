@@ -117,9 +117,8 @@ class Budget:
 class Share:
     """One connection's part."""
 
-    def __init__(self, budget: Budget, member: BudgetedConnection) -> None:
+    def __init__(self, budget: Budget) -> None:
         self._budget = budget
-        self._member = member
         self.tenant: str | None = None
         self._account = budget.account("")
         self.held_bytes = 0
@@ -129,20 +128,20 @@ class Share:
     def __repr__(self) -> str:
         return f"Share({self.held_bytes} bytes{', a request' if self.counted_for is not None else ''})"
 
-    def is_of(self, tenant: str | None) -> None:
-        """Note the tenant that sent the last head; None: none. Raises Overloaded if it has as many connections as it may
-        have."""
+    def is_of(self, tenant: str | None, member: BudgetedConnection) -> None:
+        """Note the tenant that sent the last head on the connection `member`; None: none. Raises Overloaded if it has as many
+        connections as it may have."""
         if tenant == self.tenant:
             return
         if self.tenant is not None:
-            self._account.members.pop(self._member, None)
+            self._account.members.pop(member, None)
             self.tenant = None
         account = self._budget.account(tenant or "")
         self._account.held_bytes -= self.held_bytes
         account.held_bytes += self.held_bytes
         self._account = account
         if tenant is not None:
-            self._budget.join(self._member, account)
+            self._budget.join(member, account)
             self.tenant = tenant
 
     def check_room(self, more: int) -> None:

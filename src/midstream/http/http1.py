@@ -84,7 +84,7 @@ class ClientConnection(RequestReader, asyncio.Protocol):
     ) -> None:
         super().__init__(limits)
         self._service = service
-        self._share = Share(service.budget, self)
+        self._share = Share(service.budget)
         self._now = loop.time
         #: For exchanges: bytes of a response.
         self.write: Callable[[bytes], None]
@@ -132,13 +132,14 @@ class ClientConnection(RequestReader, asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._deaf = True
         self._forget_queue()
-        # The parser refers to this connection: without a new one, what it holds would wait for a collection.
+        # Nothing refers to this connection in a circle: what it holds would wait for a collection.
+        self._made_parser = None
         self._start_message()
         exchange = self._exchange
         self._exchange_over()
         if exchange is not None:
             exchange.client_gone()
-        self._share.is_of(None)
+        self._share.is_of(None, self)
         self._service.disconnected(self)
 
     def eof_received(self) -> bool:
@@ -197,7 +198,7 @@ class ClientConnection(RequestReader, asyncio.Protocol):
         self._caller = caller = self._service.check_head(method, target, first)
         # A request without a key leaves the connection, and what is under way on it, with its tenant.
         if caller is not None and caller.tenant != self._share.tenant:
-            self._share.is_of(caller.tenant)
+            self._share.is_of(caller.tenant, self)
         if length:
             self._share.check_room(length)
 

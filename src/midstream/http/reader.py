@@ -47,7 +47,8 @@ class RequestReader(ABC):
 
     def __init__(self, limits: ConnectionLimits) -> None:
         self._limits = limits
-        self._parser = httptools.HttpRequestParser(self)
+        # Most connections have plain requests only, and no parser. It refers to its connection: the cycle ends with that.
+        self._made_parser: httptools.HttpRequestParser | None = None
         # The read that is being parsed.
         self._read_bytes = 0
         # The head just parsed will be parsed again without its Upgrade header.
@@ -94,7 +95,11 @@ class RequestReader(ABC):
         if start is not None and data.startswith(start.text):
             begun = len(start.text)
         # A start ends with the end of a line.
-        end = -1 if self._in_message else data.find(HEAD_END, max(begun - 2, 0), self._plain_head_bytes_max)
+        end = (
+            -1
+            if self._in_message
+            else data.find(HEAD_END, begun - 2 if begun else 0, self._plain_head_bytes_max)
+        )
         if end < 0:
             self._parse(data)
             return None
@@ -151,6 +156,12 @@ class RequestReader(ABC):
         if self._in_message and self._chunks:
             self._check_chunk_framing()
 
+    @property
+    def _parser(self) -> httptools.HttpRequestParser:
+        if self._made_parser is None:
+            self._made_parser = httptools.HttpRequestParser(self)
+        return self._made_parser
+
     def _begin_otherwise(self, lines: list[bytes]) -> HeadStart:
         """lines: of a head that does not begin as the last one did. Raises NotPlain."""
         shared = None if self._head_start is None else self._head_start.shared_with(lines)
@@ -169,7 +180,7 @@ class RequestReader(ABC):
             b"1.0" if self._http10 else b"1.1",
         )
         kept = [name + b": " + value for name, value in self._headers if name != b"upgrade"]
-        self._parser = httptools.HttpRequestParser(self)
+        self._made_parser = None
         self._start_message()
         head = b"\r\n".join([line, *kept, b"\r\n"])
         self._read_bytes = len(head)

@@ -102,6 +102,8 @@ class UpstreamConnection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._pool.closed(self)
         self._lose(f"connection lost: {exc}" if exc else "connection closed before the response ended")
+        # It refers to this connection, which would wait for a collection.
+        del self._parser
 
     def data_received(self, data: bytes) -> None:
         sink = self._sink
