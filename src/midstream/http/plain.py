@@ -114,8 +114,8 @@ class RequestLines(LineMemory[bytes, Header]):
 class HeadStart:
     """How the plain heads of a connection begin, up to the end of a line: the next one nearly always begins the same way.
 
-    lines: without their ends. passed_on: the headers as lines for an upstream, with the memory that these lines are from. No
-    credential is in it.
+    lines: without their ends. passed_on: how the head for an upstream begins, with the memory that its lines are from, and the
+    target. No credential is in it.
     """
 
     __slots__ = ("first", "headers", "lines", "method", "passed_on", "target", "text")
@@ -124,7 +124,7 @@ class HeadStart:
         self.lines, self.method, self.target, self.headers = lines, method, target, headers
         self.text = b"\r\n".join((*lines, b""))
         self.first = dict(headers)
-        self.passed_on: tuple[object, bytes] = (None, b"")
+        self.passed_on: tuple[object, bytes, bytes] = (None, b"", b"")
 
     def shared_with(self, lines: Sequence[bytes]) -> HeadStart | None:
         """The part of it with which a head of these lines begins, too. None: it has no header."""

@@ -61,11 +61,10 @@ def _nobody(data: bytes) -> None:
 
 
 class UpstreamConnection(asyncio.Protocol):
-    # What was decoded of the body and not handed on. None: the body is handed on in its framing.
-    _decoded: list[bytes] | None = None
-
     def __init__(self, pool: UpstreamPool) -> None:
         self._pool = pool
+        # What was decoded of the body and not handed on. None: the body is handed on in its framing.
+        self._decoded: list[bytes] | None = None
         # The parser's calls: they count the chunks that began, and those that are over.
         self.on_chunk_header: Callable[[], int] = itertools.count().__next__
         self.on_chunk_complete: Callable[[], int] = itertools.count().__next__
@@ -324,9 +323,10 @@ class DecodingConnection(UpstreamConnection):
 
     def __init__(self, pool: UpstreamPool) -> None:
         super().__init__(pool)
-        self._decoded: list[bytes] = []
+        self._decoded = []
 
     def on_body(self, data: bytes) -> None:
+        assert self._decoded is not None
         self._decoded.append(data)
 
 
@@ -378,7 +378,7 @@ class UpstreamPool:
             self._idle.remove(connection)
 
     def give_back(self, connection: UpstreamConnection) -> None:
-        if isinstance(connection, DecodingConnection) or len(self._idle) >= IDLE_MAX:
+        if connection._decoded is not None or len(self._idle) >= IDLE_MAX:
             connection.abandon()
         else:
             self._idle.append(connection)

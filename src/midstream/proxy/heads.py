@@ -63,10 +63,10 @@ class UpstreamLines(LineMemory[Header, bytes]):
             self.keep(header, line)
         return line
 
-    def begin(self, start: HeadStart) -> bytes:
-        """The lines of the headers that a head begins with, which the start remembers."""
-        begun = b"".join(map(self.__getitem__, start.headers))
-        start.passed_on = (self, begun)
+    def begin(self, start: HeadStart, target: bytes) -> bytes:
+        """How a head for this target begins that came with this start, which remembers it."""
+        begun = b"".join((_request_line(start.method, target), *map(self.__getitem__, start.headers)))
+        start.passed_on = (self, target, begun)
         return begun
 
     def without(self, names: frozenset[bytes]) -> UpstreamLines:
@@ -125,16 +125,22 @@ def to_upstream(
     listed = request.first.get(b"connection")
     if listed is not None and listed.lower() not in _PERSISTENCE:
         lines = lines.without(_listed(listed))
-    start, headers, begun = request.start, request.headers, b""
-    if start is not None:
+    start, headers = request.start, request.headers
+    if start is None:
+        begun = _request_line(request.method, target)
+    else:
         headers = headers[len(start.headers) :]
-        made_by, begun = start.passed_on
-        if made_by is not lines:
-            begun = lines.begin(start)
-    parts = [b"%b %b HTTP/1.1\r\n" % (request.method, target), begun, *map(lines.__getitem__, headers)]
+        made_by, of, begun = start.passed_on
+        if made_by is not lines or of != target:
+            begun = lines.begin(start, target)
+    parts = [begun, *map(lines.__getitem__, headers)]
     if length or request.method in _WITH_LENGTH:
         parts.append(b"content-length: %d\r\n" % length)
     return b"".join((*parts, *added, b"\r\n"))
+
+
+def _request_line(method: bytes, target: bytes) -> bytes:
+    return b"%b %b HTTP/1.1\r\n" % (method, target)
 
 
 def to_client(

@@ -94,7 +94,8 @@ class ReplicaRoute(Route):
 
     def __init__(self, proxy: Proxy, request: Request, wire: WirePath, in_path: bytes | None = None) -> None:
         """in_path: the session that the path named, of which `request` shows nothing any more."""
-        super().__init__(proxy, request)
+        # Takes less than super().
+        Route.__init__(self, proxy, request)
         self.path_class, self.errors = wire.name, wire.errors
         self._deployment = proxy.deployments.default
         self._asked = ClientAsked(in_path, wire.user)
