@@ -162,12 +162,22 @@ def _status_line(status: int, reason: bytes) -> bytes:
     return b"HTTP/1.1 %d %b\r\n" % (status, reason)
 
 
-# Of the boots that there are.
-@lru_cache(4096)
-def replica_lines(token_line: bytes, boot: str, resumable: bool) -> bytes:
-    """The head lines that all requests for a boot have in common. resumable: another replica may continue the response."""
-    boot_line = b"%b: %b\r\n" % (_BOOT, boot.encode()) if boot else b""
-    return token_line + boot_line + (_RESUMABLE if resumable else b"")
+# A session has many turns.
+@lru_cache(SESSION_LINES_MAX)
+def replica_lines(token_line: bytes, boot: str, resumable: bool, key: str | None) -> bytes:
+    """The head lines that all requests of a session for a boot have in common. resumable: another replica may continue the
+    response. key: of the session; None: there is none.
+
+    The key is percent-encoded, so nothing of a client's stands in the line as it came.
+    """
+    lines = token_line
+    if boot:
+        lines += b"%b: %b\r\n" % (_BOOT, boot.encode())
+    if resumable:
+        lines += _RESUMABLE
+    if key is not None:
+        lines += b"%b: %b\r\n" % (_SESSION, quote(key, safe="", errors="surrogatepass").encode())
+    return lines
 
 
 def wishes_lines(first: Mapping[bytes, bytes], in_path: bool) -> list[bytes]:
@@ -177,16 +187,6 @@ def wishes_lines(first: Mapping[bytes, bytes], in_path: bool) -> list[bytes]:
         # Who can set nothing but a base URL has the records all the same.
         lines.append(_RECORDS + b": routes\r\n")
     return lines
-
-
-# A session has many turns.
-@lru_cache(SESSION_LINES_MAX)
-def session_line(key: str) -> bytes:
-    """The head line with the session of a request, for a replica.
-
-    The key is percent-encoded, so nothing of a client's stands in the line as it came.
-    """
-    return b"%b: %b\r\n" % (_SESSION, quote(key, safe="", errors="surrogatepass").encode())
 
 
 def placed_line(stamp: int) -> bytes:

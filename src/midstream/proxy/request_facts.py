@@ -27,7 +27,7 @@ from midstream.core.wires import UserField
 from midstream.fleet.known_replica import KnownReplica
 from midstream.fleet.prefixes import PromptBeginnings
 from midstream.fleet.view import ReplicaView
-from midstream.proxy.heads import moved_line, placed_line, replica_lines, session_line, wishes_lines
+from midstream.proxy.heads import moved_line, placed_line, replica_lines, wishes_lines
 from midstream.proxy.request_state import RequestEvent, RequestPhase, Ruling, ruling
 
 if TYPE_CHECKING:
@@ -129,9 +129,9 @@ def asked_lines(
     of a stream."""
     placed, session = at.placed, asked.session
     assert placed is not None
-    lines = [replica_lines(token_line, at.boot, not begun and asked.resumable)]
+    key = None if session is None else session[1]
+    lines = [replica_lines(token_line, at.boot, not begun and asked.resumable, key)]
     if session is not None:
-        lines.append(session_line(session[1]))
         if placed.stamp is not None:
             lines.append(placed_line(placed.stamp))
         if placed.moved is not None:
