@@ -92,6 +92,8 @@ async def serve(spec: GatewaySpec, channel: StdioChannel) -> None:
         gateway.proxy.tracer = tracing.enter_context(tracer_of(spec.tracing, "gateway"))
         starts_alone = spec.takes_over is None and not spec.shares_port
         port = await gateway.start(spec.host, spec.port) if starts_alone else spec.port
+        # Whatever exists now stays.
+        gc.collect()
         gc.freeze()
         gc.set_threshold(*gc.get_threshold()[:2], COLLECTIONS_PER_FULL)
         channel.send(Listening(port=port, offer=offer.path))
