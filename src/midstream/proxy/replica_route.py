@@ -94,7 +94,6 @@ class ReplicaRoute(Route):
 
     def __init__(self, proxy: Proxy, request: Request, wire: WirePath, in_path: bytes | None = None) -> None:
         """in_path: the session that the path named, of which `request` shows nothing any more."""
-        # Takes less than super().
         Route.__init__(self, proxy, request)
         self.path_class, self.errors = wire.name, wire.errors
         self._deployment = proxy.deployments.default
@@ -112,13 +111,10 @@ class ReplicaRoute(Route):
         request, proxy, asked = self._request, self._proxy, self._asked
         head, named = request.first, asked.in_path
         wishes = not WISHES.isdisjoint(head)
-        constraint = None
         if wishes:
-            asked.wishes = True
-            asked.mode = failover_mode(head)
-            constraint = constraint_of_headers(head)
-        if asked.mode == "off" or request.http10:
-            asked.resumable = False
+            asked.wishes, asked.mode = True, failover_mode(head)
+        constraint = constraint_of_headers(head) if wishes else None
+        asked.resumable = asked.mode != "off" and not request.http10
         if wishes or not proxy.deployments.single or self.caller.grant is not EVERYTHING:
             self._deployment = proxy.deployment_of(request, self.caller.grant, asked.user_field)
         if constraint is not None:
