@@ -32,8 +32,8 @@ BEGIN, END = "<!-- begin: vLLM versions -->\n", "<!-- end: vLLM versions -->\n"
 #: The tests that compute each record again, and what they put it through.
 RECOMPUTED = {
     "test_vllm_sampling_numbers": "filters, penalties, grammars, masks; a swap, resumes",
-    "test_vllm_provenance": "swaps of all cache policies, shared prompts, resumes",
-    "test_vllm_policy_provenance": "two adapters and the base, swapped in turn",
+    "test_real_provenance": "swaps of all cache policies, shared prompts, resumes",
+    "test_real_policy_provenance": "two adapters and the base, swapped in turn",
 }
 #: What else a run counts there.
 EXTRA = ("over_several_snapshots", "snapshots", "labels", "masks", "preemptions")
