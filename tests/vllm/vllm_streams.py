@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import json
 import random
+import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
 import torch
-from vllm_bed import DEADLINE_S
+from vllm_bed import DEADLINE_S, until
 
 from midstream.client import snapshot_of
+
+#: Of a turn that holds a session. Two run side by side, and one of them is at its middle when the other one ends.
+HELD_TOKENS = 1200
 
 
 def random_prompt(seed: object, size: int) -> list[int]:
@@ -167,6 +173,41 @@ async def kept_up(
         finally:
             over.set()
     return ran
+
+
+@contextlib.contextmanager
+def held(url: str, model: str, session: str) -> Iterator[str]:
+    """The home of a new session, which stays there meanwhile: a turn of it runs at any time, and it does not move then."""
+    turns: list[Stream] = []
+    begun, over = threading.Event(), threading.Event()
+
+    async def one_after_the_other(http: httpx.AsyncClient, tokens: int, moved: Callable[[], None]) -> None:
+        for number in itertools.count():
+            prompt = random_prompt(f"{session} {tokens} {number}", 20)
+            turns.append(Stream(prompt, HELD_TOKENS if number else tokens, session))
+            await turns[-1].run(http, model, moved)
+
+    async def run() -> None:
+        async with client(url) as http, asyncio.TaskGroup() as group:
+            tasks = []
+            for tokens in (HELD_TOKENS // 2, HELD_TOKENS):
+                moved = asyncio.Event()
+                tasks.append(group.create_task(one_after_the_other(http, tokens, moved.set)))
+                await moved.wait()
+            begun.set()
+            await asyncio.to_thread(over.wait)
+            for task in tasks:
+                task.cancel()
+
+    with ThreadPoolExecutor(1) as pool:
+        ran = pool.submit(asyncio.run, run())
+        try:
+            until(lambda: begun.is_set() or ran.done(), lambda: f"{session} does not begin")
+            yield turns[0].replica
+        finally:
+            over.set()
+            ran.result()
+    assert {turn.replica for turn in turns if turn.replica} == {turns[0].replica}
 
 
 def client(url: str) -> httpx.AsyncClient:
