@@ -1,12 +1,13 @@
-"""A real vLLM server whose processes are killed or stopped in drawn phases of a swap.
+"""A real vLLM server whose processes are killed or stopped in drawn phases of a swap, by files or by a trainer's four calls.
 
-`python tests/soak/vllmkills.py --seeds 0:20` runs so many rounds. Of three blocks of eight seeds, one for each phase, two have
-stops that end after some seconds. Such rounds follow each other on one server; a process that is killed, or stopped for good,
-costs a start.
+`python tests/soak/vllmkills.py --seeds 0:32` runs so many rounds. Each block of sixteen seeds has one for each phase. In every
+other block stops end after some seconds. Such rounds follow each other on one server; a process that is killed, or stopped for
+good, costs a start.
 
 Owns: one engine, streams in it, a swap under them, and one strike a round. A replica and a gateway are not in it.
 Always holds: a round that is struck ends. Each stream has its end, or an error that says so, within LOUD_S of the strike, and
-LOADING_S more while weights are loaded. Every token has the numbers of its label. Of a server that was lost no process is left.
+LOADING_S more while a call that may take so long is under way. Every token has the numbers of its label. Of a server that was
+lost no process is left.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Iterator
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,6 +30,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 import soakpath  # noqa: F401
+import vllm_door
 
 sys.path.append(str(Path(__file__).parents[1] / "vllm"))
 
@@ -38,6 +40,7 @@ from recompute import Recomputer
 from serving import descendants
 from test_vllm_sampling_numbers import CLASSES, DENSE
 from vllm_bed import PYTHON, cmdline, started_at
+from vllm_door import Door, DoorFailed
 from vllm_streams import random_prompt
 
 from midstream.core.server_settings import VllmSettings
@@ -47,12 +50,15 @@ from midstream.engine.vllm.engine import VllmEngine
 from midstream.models.tiny_moe import build_tokenizer
 
 VICTIMS = ("Worker", "EngineCore", "api_server")
-PHASES = ("stage", "look", "pause", "switch", "set_version", "resume", "check", "none")
+SWAP = ("stage", "look", "pause", "switch", "set_version", "resume", "check", "none")
+PHASES = (*SWAP, *vllm_door.PHASES)
 HOWS = (signal.SIGKILL, signal.SIGSTOP)
 STREAMS, TOKENS = 6, 400
 #: A strike comes so long after a call began, at most. A stop that ends takes so long.
 LATE_S, STALL_S = 0.05, (0.05, 5.0)
 LOUD_S, LOADING_S = 10.0, 9.0
+#: In which the core may be held up for LOADING_S.
+LONG = {"stage", "look", "switch", *vllm_door.PHASES} - {"joined", "written"}
 TOLERANCE = 1e-4
 
 
@@ -91,27 +97,42 @@ class Strike:
     pid: int
     stall_s: float = 0.0
     at: float = 0.0
+    loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
 
     def come(self) -> None:
+        """Also in another thread than the loop's."""
         if not self.at:
             self.at = time.monotonic()
             os.kill(self.pid, self.how)
             if self.stall_s:
-                asyncio.get_running_loop().call_later(self.stall_s, self.end)
+                self.loop.call_soon_threadsafe(self.loop.call_later, self.stall_s, self.end)
+
+    def reached(self, phase: str) -> None:
+        if phase == self.phase:
+            self.come()
 
     def end(self) -> None:
         # The watch may have ended it, as one that hangs.
         with suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGCONT)
 
-    def around(self, call: Callable[..., Awaitable[Any]], phase: str) -> Callable[..., Awaitable[Any]]:
+    def around(self, call: Callable[..., Awaitable[Any]], name: str) -> Callable[..., Awaitable[Any]]:
         async def struck(*args: Any, **kwargs: Any) -> Any:
-            now = args[1]["do"] if args and args[0] == "midstream_weights" else phase
-            if now == self.phase:
-                asyncio.get_running_loop().call_later(self.late_s, self.come)
+            now = self._phase_of(name, args)
+            # In an update the middle of the tensors is struck.
+            if now == self.phase != "update":
+                self.loop.call_later(self.late_s, self.come)
             return await call(*args, **kwargs)
 
         return struck
+
+    def _phase_of(self, name: str, args: tuple[Any, ...]) -> str:
+        """Of a call to the server."""
+        if name == "transfer":
+            return vllm_door.CALLS.get(args[0], "")
+        if name == "ask_workers":
+            return str(args[1]["do"]) if args[0] == "midstream_weights" else ""
+        return "hold" if name == "pause" and self.phase in vllm_door.PHASES else name
 
     def __str__(self) -> str:
         verb = "killed" if self.how is signal.SIGKILL else "stopped"
@@ -124,7 +145,7 @@ def draw(seed: int, family: Collection[int]) -> Strike:
     victim, phase = rng.choice(VICTIMS), PHASES[seed % len(PHASES)]
     pid = next(pid for pid in family if victim.encode() in cmdline(pid))
     how, late_s = rng.choice(HOWS), rng.uniform(0.0, LATE_S)
-    if (seed // len(PHASES)) % 3 == 2:
+    if (seed // len(PHASES)) % 2:
         return Strike(victim, how, phase, late_s, pid)
     return Strike(victim, signal.SIGSTOP, phase, late_s, pid, rng.uniform(*STALL_S))
 
@@ -132,11 +153,12 @@ def draw(seed: int, family: Collection[int]) -> Strike:
 class Beaten:
     """An engine, with a server that is started when a round needs one.
 
-    places: the weights that it is switched between, the ones of its start first.
+    places: the weights that it is switched between, the ones of its start first. folder: for what a trainer writes.
     """
 
-    def __init__(self, engine: VllmEngine, places: dict[str, Path]) -> None:
+    def __init__(self, engine: VllmEngine, places: dict[str, Path], folder: Path) -> None:
         self.engine = engine
+        self._door = Door(engine, places["base"], folder)
         self.starts = 0
         self._places = places
         self._upcoming = itertools.cycle([*places][1:])
@@ -154,7 +176,8 @@ class Beaten:
         self.born = {pid: started_at(pid) for pid in (pid, *descendants(pid))}
         control = self.engine._control
         self._calls = {
-            name: getattr(control, name) for name in ("pause", "set_version", "resume", "ask_workers")
+            name: getattr(control, name)
+            for name in ("pause", "set_version", "resume", "ask_workers", "transfer")
         }
         self._upcoming = itertools.cycle([*self._places][1:])
         return [] if info.card.has("short_swap") else [f"no short_swap: {info.card.why}"]
@@ -172,7 +195,10 @@ class Beaten:
     async def swap(self, strike: Strike) -> str:
         engine, name = self.engine, next(self._upcoming)
         try:
-            await engine.stage(name, self._places[name])
+            place = self._places[name]
+            if strike.phase in vllm_door.PHASES:
+                place = await self._door.write(place, strike.reached)
+            await engine.stage(name, place)
             await engine.commit(name)
             if strike.phase == "check":
                 asyncio.get_running_loop().call_later(strike.late_s, strike.come)
@@ -186,7 +212,7 @@ class Beaten:
             async for event in engine.generate(check):
                 assert event.error is None or strike.at, event.error
             engine.settle(name, sound=True)
-        except (EngineDied, StagingFailed, StreamLost) as error:
+        except (DoorFailed, EngineDied, StagingFailed, StreamLost) as error:
             return f"{type(error).__name__}"
         finally:
             # A phase that this swap had none of, or that was over at once.
@@ -221,7 +247,7 @@ async def one_round(beaten: Beaten, seed: int) -> tuple[Strike, list[Reading], s
     for task in late:
         task.cancel()
     wrong += [f"{len(late)} streams had no end"] if late else []
-    bound = LOUD_S + (LOADING_S if strike.phase in ("stage", "look", "switch") else 0.0)
+    bound = LOUD_S + (LOADING_S if strike.phase in LONG else 0.0)
     for reading in readings:
         if not reading.whole and strike.at and reading.at - strike.at > bound:
             wrong.append(
@@ -291,7 +317,7 @@ async def one_after_another(beaten: Beaten, seeds: Iterator[int], until: float, 
         found.tally["starts"] += beaten.starts
 
 
-async def run(seeds: range, until: float, beside: int) -> int:
+async def run(seeds: Iterable[int], until: float, beside: int) -> int:
     with tempfile.TemporaryDirectory() as folder:
         places = {}
         for number, name in enumerate(("base", "next")):
@@ -301,26 +327,29 @@ async def run(seeds: range, until: float, beside: int) -> int:
             model(config(**DENSE)).save_pretrained(places[name])
             build_tokenizer().save_pretrained(places[name])
         flags = ["--enforce-eager", "--max-model-len", "2048", "--dtype", "float32"]
-        settings = VllmSettings(python=str(PYTHON), args=flags, env={"VLLM_CPU_KVCACHE_SPACE": "1"})
+        settings = VllmSettings(
+            python=str(PYTHON), args=flags, env={"VLLM_CPU_KVCACHE_SPACE": "1"}, weight_transfer="gloo"
+        )
         places["back"] = places["base"]
         found, coming = Found(Recomputer(places)), iter(seeds)
         async with asyncio.TaskGroup() as group:
             for number in range(beside):
                 engine = VllmEngine(places["base"], settings, Path(folder) / f"cache-{number}")
-                group.create_task(one_after_another(Beaten(engine, places), coming, until, found))
+                beaten = Beaten(engine, places, Path(folder) / f"written-{number}")
+                group.create_task(one_after_another(beaten, coming, until, found))
     print(found, flush=True)
     return 1 if found.wrong else 0
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seeds", default="0:8", help="first:end")
+    parser.add_argument("--seeds", default="0:32", help="first:end, several of them with commas")
     parser.add_argument("--minutes", type=float, default=1e6, help="no round begins after so long")
     parser.add_argument("--beside", type=int, default=1, help="servers at a time")
     given = parser.parse_args()
-    first, end = map(int, given.seeds.split(":"))
+    ranges = [range(*map(int, part.split(":"))) for part in given.seeds.split(",")]
     torch.set_num_threads(1)
-    return asyncio.run(run(range(first, end), time.monotonic() + 60 * given.minutes, given.beside))
+    return asyncio.run(run(itertools.chain(*ranges), time.monotonic() + 60 * given.minutes, given.beside))
 
 
 if __name__ == "__main__":
