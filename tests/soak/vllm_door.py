@@ -26,15 +26,16 @@ from midstream.snapshots.layout import WEIGHTS_FILE, read_spec
 from midstream.snapshots.store.cache import SnapshotCache
 from midstream.transfer.in_place import InPlaceReceiver
 
-#: vLLM's calls, and the times between two of them: the group is joined, half of the tensors have come, all have.
 CALLS = {INIT: "init", START: "start", UPDATE: "update", FINISH: "finish"}
-BETWEEN = ("joined", "half", "written")
+#: Where a trainer says that it is there: the group is joined, an update is in the middle of its tensors, half of all tensors
+#: have come, all have.
+REACHED = ("joined", "update", "half", "written")
 PHASES = ("init", "joined", "hold", "start", "update", "half", "finish", "written")
 WITHIN_S = 9.0
 #: Of a piece: a call has many.
 PIECE_BYTES = 20_000
 
-#: Called between two calls, and in the middle of the tensors of each update, with where that is.
+#: Called with one of REACHED.
 Reached = Callable[[str], None]
 
 

@@ -119,8 +119,7 @@ class Strike:
     def around(self, call: Callable[..., Awaitable[Any]], name: str) -> Callable[..., Awaitable[Any]]:
         async def struck(*args: Any, **kwargs: Any) -> Any:
             now = self._phase_of(name, args)
-            # In an update the middle of the tensors is struck.
-            if now == self.phase != "update":
+            if now == self.phase and now not in vllm_door.REACHED:
                 self.loop.call_later(self.late_s, self.come)
             return await call(*args, **kwargs)
 
@@ -145,6 +144,8 @@ def draw(seed: int, family: Collection[int]) -> Strike:
     victim, phase = rng.choice(VICTIMS), PHASES[seed % len(PHASES)]
     pid = next(pid for pid in family if victim.encode() in cmdline(pid))
     how, late_s = rng.choice(HOWS), rng.uniform(0.0, LATE_S)
+    if phase in vllm_door.REACHED:
+        late_s = 0.0
     if (seed // len(PHASES)) % 2:
         return Strike(victim, how, phase, late_s, pid)
     return Strike(victim, signal.SIGSTOP, phase, late_s, pid, rng.uniform(*STALL_S))

@@ -15,8 +15,8 @@ PROGRAM = Path(__file__).parents[1] / "soak" / "vllmkills.py"
 def test_nothing_is_wrong_when_processes_are_killed_and_stopped_in_phases_of_a_swap(
     vllm_python: Path,
 ) -> None:
-    """Of a swap by files and of a trainer's calls: stops that end in half of each one's phases, and two deadly strikes."""
-    seeds = ["--seeds", "2:6,10:14,18:20,28:30"]
+    """Of a swap by files and of a trainer's calls: stops that end in half of the phases, and one deadly strike each."""
+    seeds = ["--seeds", "2:6,10:14,18:19,28:29"]
     done = subprocess.run([sys.executable, str(PROGRAM), *seeds], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
-    assert "'rounds': 12" in done.stdout
+    assert "'rounds': 10" in done.stdout
