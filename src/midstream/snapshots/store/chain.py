@@ -403,11 +403,18 @@ class ChainFetcher:
             raise SnapshotCorrupt(f"{cause} (once more from {chain[0].snapshot}: {error})") from error
 
     async def _fetch_listed(
-        self, listing: Listing, dest: Path, progress: Progress | None = None, content: Content | None = None
+        self,
+        listing: Listing,
+        dest: Path,
+        progress: Progress | None = None,
+        content: Content | None = None,
+        making: Making | None = None,
     ) -> None:
         of_peer = isinstance(listing, PeerListing)
         fetch: Callable[..., Awaitable[None]] = self._peers.fetch if of_peer else fetch_listed
-        await fetch(listing, dest, progress, slots=self._slots, content=content, links=self._links)
+        await fetch(
+            listing, dest, progress, slots=self._slots, content=content, links=self._links, making=making
+        )
 
     async def _refetch_full(self, chain: Chain) -> None:
         """Fetch the full snapshot beside its cached copy, which is replaced at the end. Drop the cached deltas."""
