@@ -199,7 +199,7 @@ def test_a_process_that_ends_while_it_takes_received_files_leaves_no_half_snapsh
     class Killed(BaseException):
         pass
 
-    def die(*_: Any) -> None:
+    def die(*_: Any, **_named: Any) -> None:
         raise Killed
 
     replica = Replica(local)

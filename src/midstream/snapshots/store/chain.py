@@ -333,7 +333,7 @@ class ChainFetcher:
                 progress(sum(done), total)
 
         fetches = (
-            self._fetch_listed(listing, path, partial(advance, i), content=content, making=making)
+            self._fetch_of(listing)(path, partial(advance, i), content=content, making=making)
             for i, (path, listing, content) in enumerate(listed)
         )
         await together(fetches, LINKS_TOGETHER)
@@ -402,19 +402,10 @@ class ChainFetcher:
                 raise
             raise SnapshotCorrupt(f"{cause} (once more from {chain[0].snapshot}: {error})") from error
 
-    async def _fetch_listed(
-        self,
-        listing: Listing,
-        dest: Path,
-        progress: Progress | None = None,
-        content: Content | None = None,
-        making: Making | None = None,
-    ) -> None:
+    def _fetch_of(self, listing: Listing) -> Callable[..., Awaitable[None]]:
         of_peer = isinstance(listing, PeerListing)
         fetch: Callable[..., Awaitable[None]] = self._peers.fetch if of_peer else fetch_listed
-        await fetch(
-            listing, dest, progress, slots=self._slots, content=content, links=self._links, making=making
-        )
+        return partial(fetch, listing, slots=self._slots, links=self._links)
 
     async def _refetch_full(self, chain: Chain) -> None:
         """Fetch the full snapshot beside its cached copy, which is replaced at the end. Drop the cached deltas."""
@@ -426,7 +417,7 @@ class ChainFetcher:
         await finished(self._make_room_for, chain, -1, [listing])
         fresh = temporary_directory(self._cache.root)
         try:
-            await self._fetch_listed(listing, fresh, content=content)
+            await self._fetch_of(listing)(fresh, content=content)
             await finished(move_into_place, fresh, full)
         finally:
             await finished(shutil.rmtree, fresh, True)
