@@ -18,10 +18,10 @@ import asyncio
 import logging
 import shutil
 import threading
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from midstream.core.errors import SnapshotCorrupt, SnapshotError, SnapshotIncompatible, SnapshotMissing
 from midstream.core.types import Content, FileContent, SnapshotFiles
@@ -402,9 +402,9 @@ class ChainFetcher:
                 raise
             raise SnapshotCorrupt(f"{cause} (once more from {chain[0].snapshot}: {error})") from error
 
-    def _fetch_of(self, listing: Listing) -> Callable[..., Awaitable[None]]:
+    def _fetch_of(self, listing: Listing) -> Callable[..., Coroutine[Any, Any, None]]:
         of_peer = isinstance(listing, PeerListing)
-        fetch: Callable[..., Awaitable[None]] = self._peers.fetch if of_peer else fetch_listed
+        fetch: Callable[..., Coroutine[Any, Any, None]] = self._peers.fetch if of_peer else fetch_listed
         return partial(fetch, listing, slots=self._slots, links=self._links)
 
     async def _refetch_full(self, chain: Chain) -> None:
