@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -18,9 +19,16 @@ import torch
 from publish_world import listening
 from trainer_push_world import Peers, PushWorld, push_world, refused, tensors_of
 
-from midstream.client import NotReadyInTime, PublishError, SnapshotFailed, SnapshotPublisher, TrainingRun
+from midstream.client import (
+    NotReadyInTime,
+    PublishError,
+    SnapshotFailed,
+    SnapshotPublisher,
+    TrainingRun,
+    push,
+)
 from midstream.client.errors import PushFailed, SignalRefused, Unanswered
-from midstream.client.push import PIECE_BYTES, PIECES_FLYING, pieces
+from midstream.client.push import PIECE_BYTES, PIECES_FLYING, Deadline, Rendezvous, TrainerGroup, pieces
 from midstream.client.weights import TensorCopy
 
 pytestmark = pytest.mark.slow
@@ -491,6 +499,48 @@ def test_pieces_have_all_bytes_in_order(sizes: list[int], packed: bool) -> None:
         assert lengths[-1:] in ([], [len(whole) % 4 or 4])
     else:
         assert lengths == [size for size in sizes if size]
+
+
+class LandingOutOfOrder:
+    """A group of gloo whose second piece lands at once, and the others only when the trainer waits. A piece has the bytes that
+    it has when it lands."""
+
+    def __init__(self) -> None:
+        self.flying: dict[int, tuple[torch.Tensor, torch.futures.Future[None]]] = {}
+        self.sent = 0
+        self.received: dict[int, bytes] = {}
+
+    def broadcast(self, tensors: list[torch.Tensor], _: Any) -> Any:
+        number, ended = self.sent, torch.futures.Future[None]()
+        self.flying[number] = tensors[0], ended
+        self.sent += 1
+        if number == 1:
+            self.land(number)
+        return SimpleNamespace(get_future=lambda: ended, wait=ended.wait)
+
+    def land(self, number: int) -> None:
+        tensor, ended = self.flying.pop(number)
+        self.received[number] = bytes(tensor.numpy())
+        ended.set_result(None)
+
+
+@pytest.mark.fast
+def test_a_piece_keeps_its_bytes_until_it_lands_also_if_a_later_one_lands_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = Rendezvous(master_address="127.0.0.1", master_port=1, world_size=2, packed_buffer_size_bytes=4)
+    group, gloo, wait = TrainerGroup(asked, object()), LandingOutOfOrder(), push.wait
+    group._gloo = gloo
+
+    def waits(*arguments: Any) -> Any:
+        if gloo.flying:
+            gloo.land(min(gloo.flying))
+        return wait(*arguments)
+
+    monkeypatch.setattr(push, "wait", waits)
+    whole = torch.arange(24, dtype=torch.uint8)
+    group.send(whole.split(2), lambda: None, Deadline(60.0, time.monotonic))
+    assert b"".join(gloo.received[number] for number in range(6)) == bytes(whole.numpy())
 
 
 @pytest.mark.fast

@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, FIRST_EXCEPTION, Future, wait
 from datetime import timedelta
+from itertools import takewhile
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
@@ -161,20 +162,25 @@ class TrainerGroup:
             self._check_landed(called, deadline)
             if len(self._flying) <= most:
                 return
-            watched = [piece.landed for piece in self._flying] + ([] if called.done() else [called])
+            # Of those that have landed, the first one only: it may have done so since the look at them.
+            watched = [
+                piece.landed for at, piece in enumerate(self._flying) if not (at and piece.landed.done())
+            ]
+            watched += [] if called.done() else [called]
             if not wait(watched, max(0.0, deadline.left_s), FIRST_COMPLETED).done:
                 raise self._late(deadline)
 
     def _check_landed(self, called: Future[Any], deadline: Deadline) -> None:
-        """Forget the pieces that have landed. A later one may end first, if a receiver was lost."""
-        problem: str | None = None
-        while problem is None:
-            landed = next((at for at, piece in enumerate(self._flying) if piece.landed.done()), None)
-            if landed is None:
-                return
-            # No other name for the work: it would keep the connections of the group open.
-            problem = self._problem(self._flying[landed].work.wait)
-            del self._flying[landed]
+        """Forget the first pieces, if they have landed. A later one that lands before them still counts as under way, since the
+        memory of pieces is used again in their order. Raises for any that failed."""
+        landed = [piece.landed.done() for piece in self._flying]
+        # No other name for the work: it would keep the connections of the group open.
+        ended = [self._problem(self._flying[at].work.wait) for at, done in enumerate(landed) if done]
+        for _ in takewhile(bool, landed):
+            self._flying.popleft()
+        problem = next((each for each in ended if each is not None), None)
+        if problem is None:
+            return
         late = deadline.left_s < GLOO_EARLY_S
         # The receivers that are left stop waiting, and the server hears of it.
         self.close()
