@@ -16,14 +16,14 @@ from families import write_model
 
 from midstream.core.config import EngineSettings
 from midstream.core.masks import EVERY
-from midstream.core.traces import sampling_of
+from midstream.core.traces import TurnSampling, sampling_of
 from midstream.core.types import GenerateRequest, SamplingParams
 from midstream.engine.embedded.limits import TokenLimiter
 from midstream.engine.embedded.sampler import sample
-from midstream.engine.step import SampleRow, mask_of
+from midstream.engine.step import NEAR_TIE, SampleRow, mask_of
 from midstream.verify.claims import Claim, Tree, gather
 from midstream.verify.compare import TOLERANCES, Computed, compare, wrong_masks
-from midstream.verify.drawing import is_plain, redrawn
+from midstream.verify.drawing import is_plain, may_leave, redrawn
 from midstream.verify.explain import Explainer
 from midstream.verify.findings import Cause
 from midstream.verify.gaps import GapCause
@@ -181,6 +181,23 @@ def test_a_narrower_tolerance_leaves_a_border_less_room() -> None:
         made.hear(0, logits)
         found |= {*made.wrong_masks}
     assert wide < short == narrow
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("min_p_first", [True, False])
+def test_rounding_at_the_border_of_min_p_is_no_wrong_mask(dtype: str, min_p_first: bool) -> None:
+    """vLLM applies min_p before top_p: which tokens are that light decides of how many top_p leaves."""
+    given, random = TurnSampling(temperature=1.5, top_p=0.95, min_p=0.05), np.random.default_rng(0)
+    for _ in range(500):
+        warm = random.normal(0.0, 2.0, 100)
+        slack = NEAR_TIE[dtype] * np.abs(warm).max()
+        seen = warm + random.uniform(-0.5, 0.5, 100) * slack
+        heavy = seen >= seen.max() + np.log(given.min_p)
+        weights = np.exp(seen) * (heavy if min_p_first else 1.0)
+        order = np.argsort(-weights, kind="stable")
+        before = np.cumsum(weights[order]) - weights[order]
+        kept = order[(before < given.top_p * weights.sum()) & heavy[order]]
+        assert may_leave(warm, kept, given, slack)
 
 
 @pytest.mark.parametrize("given", GIVEN, ids=str)

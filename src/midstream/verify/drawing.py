@@ -214,10 +214,13 @@ def may_leave(warm: np.ndarray, kept: np.ndarray, sampling: TurnSampling, slack:
     ranked = sampling.top_k if 0 < sampling.top_k < len(warm) else len(warm)
     floor = heaviest + np.log(sampling.min_p) if sampling.min_p > 0 else -np.inf
     over = warm if ranked == len(warm) else np.partition(warm, -ranked)[-ranked:]
-    wholes = [float(mass(over, -1))]
+    # The least and the largest mass that top_p may have seen.
+    wholes = [(float(mass(over, -1)),) * 2]
     if sampling.min_p > 0:
-        # Engines apply top_p to what top_k left, before or behind min_p.
-        wholes.append(float(mass(over[over >= min(floor, heaviest)], -1)))
+        # Engines apply top_p to what top_k left, before or behind min_p. Rounding moves the border of that, too.
+        ends = (min(floor + by, heaviest) for by in (slack, -slack))
+        least, most = (float(mass(over[over >= end], -1)) for end in ends)
+        wholes.append((least, most))
     # Equal weights may all be left.
     may_stay = int((left > lightest + slack).sum()) < ranked and lightest >= floor - slack
     cut = len(left) >= ranked or out < max(floor + slack, heaviest - FAINT)
@@ -225,9 +228,9 @@ def may_leave(warm: np.ndarray, kept: np.ndarray, sampling: TurnSampling, slack:
         return may_stay and cut
     inner, off = float(mass(left, -1)), slack * sampling.top_p * (1 - sampling.top_p) + SUM_ROUNDING
     return may_stay and any(
-        (len(left) == 1 or np.exp(inner - whole) - np.exp(lightest - whole) < sampling.top_p + off)
-        and (cut or np.exp(inner - whole) >= sampling.top_p - off)
-        for whole in wholes
+        (len(left) == 1 or np.exp(inner - most) - np.exp(lightest - most) < sampling.top_p + off)
+        and (cut or np.exp(inner - least) >= sampling.top_p - off)
+        for least, most in wholes
     )
 
 
