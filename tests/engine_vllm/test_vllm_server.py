@@ -607,6 +607,11 @@ class TestArguments:
             ),
             (("--enable-lora", "--max-loras", "many"), "--max-loras must be a number, got many"),
             (("-asc=2",), "--api-server-count must be 1, got 2"),
+            (("-as", "2"), "--api-server-count must be 1, got 2"),
+            (("-dph",), "--data-parallel-hybrid-lb cannot be given: a replica is one server"),
+            (("-dpe",), "--data-parallel-external-lb cannot be given: a replica is one server"),
+            (("-n", "2"), "--nnodes needs a --seed, the same on all machines"),
+            (("--distributed-executor", "ray"), "vLLM would read it as --distributed-executor-backend"),
             (("--logprobs-mode", "processed_logprobs"), "--logprobs-mode must be raw_logprobs"),
             (("--logprobs_mode=raw_logits",), "--logprobs-mode must be raw_logprobs"),
             (
@@ -652,6 +657,8 @@ class TestArguments:
             "2",
             "-n",
             "1",
+            "--seed",
+            "3",
         )
         assert self.line(*args)[-len(args) :] == list(args)
 

@@ -116,6 +116,7 @@ SCALE_OUT = "enable-scale-out"
 
 #: Engines side by side, each with all weights.
 ENGINES_FLAG = "data-parallel-size"
+EXECUTOR_FLAG = "distributed-executor-backend"
 LORA_VARIABLE = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
 #: The extension that midstream loads into vLLM's workers, and its directory.
 WORKER_FLAG = "worker-extension-cls"
@@ -197,13 +198,18 @@ SOUGHT = (
     PLACES_FLAG,
     POLICY_FLAG,
     WORKER_FLAG,
+    EXECUTOR_FLAG,
     "nnodes",
     "seed",
 )
-#: Other spellings of a flag: short forms, and negations of flags that midstream gives.
+#: Other spellings of a flag: short forms, the beginning of one that is no other's, and negations of flags that midstream gives.
 SAME = {
+    "as": "api-server-count",
     "asc": "api-server-count",
     "dp": ENGINES_FLAG,
+    "dpe": "data-parallel-external-lb",
+    "dph": "data-parallel-hybrid-lb",
+    "n": "nnodes",
     "no-disable-uvicorn-access-log": "disable-uvicorn-access-log",
     "enable-chunked-prefill": "no-enable-chunked-prefill",
 }
@@ -267,6 +273,9 @@ def check_arguments(args: Sequence[str]) -> None:
     if "nnodes" in given and "seed" not in given:
         raise ConfigError(f"vllm.args: --nnodes needs a --seed, {SAME_SEED}")
     for name, value in given_flags(args):
+        if name in REFUSED:
+            # In its short form.
+            raise ConfigError(f"vllm.args: --{name} cannot be given: {REFUSED[name]}")
         if name == CONNECTOR_FLAG:
             _check_connector(value or "")
         only, why = ONLY.get(name, (value, ""))
@@ -324,7 +333,7 @@ def command_line(
         # It has these endpoints without a flag.
         del ours[SCALE_OUT]
     flags = dict(given_flags(args))
-    if flags.get("distributed-executor-backend") != "ray" and "nnodes" not in flags:
+    if flags.get(EXECUTOR_FLAG) != "ray" and "nnodes" not in flags:
         # Processes on other machines may not find them.
         ours[WORKER_FLAG] = WORKER
     steps_alone = not data_parallel(args) and not any(name.startswith(CONNECTORS) for name in flags)
