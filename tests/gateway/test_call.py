@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 from collections.abc import Callable, Iterable
 
 import pytest
@@ -11,7 +12,7 @@ import uvloop
 
 from midstream.core.http_answer import HttpAnswer
 from midstream.core.probes import PROBED
-from midstream.http.call import CallFailed, Lost, call, open_stream
+from midstream.http.call import CallFailed, Lost, ResponseStream, call, open_stream
 
 WHOLE = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}"
 
@@ -36,6 +37,17 @@ def answered(parts: Iterable[bytes]) -> HttpAnswer:
 def test_bytes_behind_a_response_are_no_part_of_it() -> None:
     answer = answered([WHOLE, b"HTTP/1.1 500 No\r\ncontent-length: 3\r\n\r\nabc"])
     assert (answer.status, answer.body) == (200, b"{}")
+
+
+@pytest.mark.parametrize("parts", [[WHOLE], [WHOLE, b"more"]])
+def test_a_call_that_is_over_does_not_wait_for_a_collection(parts: list[bytes]) -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        assert answered(parts).status == 200
+        assert not [one for one in gc.get_objects() if isinstance(one, ResponseStream)]
+    finally:
+        gc.enable()
 
 
 def test_an_interim_response_is_passed_over() -> None:

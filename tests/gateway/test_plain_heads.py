@@ -1,8 +1,11 @@
 """What is read without the parser comes out as the parser reads it, and only what is plain is read so."""
 
+import asyncio
+import contextlib
+import gc
 import random
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
 import httptools
@@ -183,6 +186,25 @@ def test_an_idle_connection_holds_nothing_of_the_exchange_before() -> None:
     assert sink.notes[-1] == "end"
     del sink
     assert held() is None
+
+
+def test_a_connection_that_was_refused_does_not_wait_for_a_collection() -> None:
+    made: list[weakref.ref[asyncio.Protocol]] = []
+
+    async def refused(factory: Callable[[], asyncio.Protocol]) -> None:
+        made.append(weakref.ref(factory()))
+        raise ConnectionRefusedError
+
+    async def main() -> None:
+        with contextlib.suppress(ConnectionRefusedError):
+            await UpstreamPool(refused, 1).open()
+
+    gc.disable()
+    try:
+        asyncio.run(main())
+        assert [one() for one in made] == [None]
+    finally:
+        gc.enable()
 
 
 def answers(rng: random.Random) -> Iterator[bytes]:

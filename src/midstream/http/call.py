@@ -56,7 +56,8 @@ class ResponseStream(asyncio.Protocol):
         self._parts: list[bytes] = []
         # Set before the parser is made, which looks it up once.
         self.on_body = self._parts.append
-        self._parser = httptools.HttpResponseParser(self)
+        # While it is connected: they refer to each other.
+        self._parser: httptools.HttpResponseParser
         self.status = 0
         self.ended: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
 
@@ -64,6 +65,7 @@ class ResponseStream(asyncio.Protocol):
         # uvloop's transport is not a subclass.
         transport = cast("asyncio.Transport", transport)
         self._transport = transport
+        self._parser = httptools.HttpResponseParser(self)
         transport.write(self._request)
 
     def data_received(self, data: bytes) -> None:
@@ -74,9 +76,7 @@ class ResponseStream(asyncio.Protocol):
                 # Also of what came before an error.
                 self._hand_on()
         except Exception as error:  # noqa: BLE001 - the response ends with what its consumer raised
-            # The context is the exception of the parser's caller, if it raised one.
-            inner = error.__context__ if isinstance(error, httptools.HttpParserError) else None
-            self._end(f"bad response: {inner or error}")
+            self._end(f"bad response: {_cause(error)}")
 
     def _hand_on(self) -> None:
         if self._parts:
@@ -96,6 +96,7 @@ class ResponseStream(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._end(f"connection lost: {exc}" if exc else "connection closed before the response ended")
+        del self._parser
 
     def abort(self) -> None:
         if self._transport is not None:
@@ -105,6 +106,11 @@ class ResponseStream(asyncio.Protocol):
         if not self.ended.done():
             self.ended.set_result(reason)
         self.abort()
+
+
+def _cause(error: BaseException) -> BaseException:
+    """What the parser's caller raised, if it raised something. Who kept it would be kept by its traceback."""
+    return (isinstance(error, httptools.HttpParserError) and error.__context__) or error
 
 
 async def open_stream(

@@ -68,7 +68,8 @@ class UpstreamConnection(asyncio.Protocol):
         # The parser's calls: they count the chunks that began, and those that are over.
         self.on_chunk_header: Callable[[], int] = itertools.count().__next__
         self.on_chunk_complete: Callable[[], int] = itertools.count().__next__
-        self._parser = self._new_parser()
+        # While it is connected: they refer to each other.
+        self._parser: httptools.HttpResponseParser
         self._transport: asyncio.Transport
         self._sink: ResponseSink | None = None
         self._headers: list[tuple[bytes, bytes]] = []
@@ -93,6 +94,7 @@ class UpstreamConnection(asyncio.Protocol):
         # uvloop's transport is not a subclass.
         transport = cast("asyncio.Transport", transport)
         self._transport = transport
+        self._parser = self._new_parser()
         sock = transport.get_extra_info("socket")
         if sock is not None and sock.family != socket.AF_UNIX:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
