@@ -1,6 +1,7 @@
 """Requests that ask for certain snapshots: which replica takes them, how they wait, what they are answered in vain."""
 
 import asyncio
+import gc
 import json
 import logging
 from collections.abc import Callable, Iterable, Sequence
@@ -36,6 +37,7 @@ from midstream.fleet.signal_order import KEPT, SignalOrder
 from midstream.fleet.view import ReplicaView
 from midstream.ledger import Signalled
 from midstream.proxy import versions
+from midstream.proxy.request import ProxiedRequest
 from midstream.proxy.versions import VersionJudge, VersionVerdict
 
 
@@ -659,7 +661,14 @@ def test_a_body_that_contradicts_the_headers_is_refused_before_it_waits(
                 serve(stage, replica, "v0", stage=SwapStage.FETCHING, target="v2")
             tell(stage, "v0", "v1", "v2", ready=["v0", "v1"])
             asked = json.dumps({"model": NAMES.model, "prompt": "a", **body}).encode()
-            answer = await stage.ask(post(asked, headers=f"x-midstream-{header}\r\n"))
+            gc.collect()
+            gc.disable()
+            try:
+                answer = await stage.ask(post(asked, headers=f"x-midstream-{header}\r\n"))
+                kept = [one for one in gc.get_objects() if isinstance(one, ProxiedRequest)]
+                assert not kept, "a request with its body waits for a collection"
+            finally:
+                gc.enable()
             assert (answer.status, answer.error["param"]) == (status, param)
             assert not any(mock.requests for mock in stage.mocks), "and no replica is asked"
 

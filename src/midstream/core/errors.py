@@ -367,3 +367,11 @@ class SnapshotNotFinite(SnapshotError):
 
 class ConfigError(Exception):
     """A setting that cannot work; the command line prints it as one line and exits with 2."""
+
+
+def forget_frames(error: BaseException | None) -> None:
+    """Of an error that is kept no longer than its answer. Its frames, and those that called them, refer to it and to all that
+    they worked on, a request's body for example, and would wait for a collection together."""
+    while error is not None:
+        error.__traceback__ = None
+        error = error.__context__

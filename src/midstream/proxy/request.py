@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
-from midstream.core.errors import MidstreamError, ReplicaUnavailable
+from midstream.core.errors import MidstreamError, ReplicaUnavailable, forget_frames
 from midstream.core.headers import HEADER_MADE
 from midstream.core.sse import error_event
 from midstream.http.http1 import ClientConnection
@@ -323,6 +323,7 @@ class ProxiedRequest:
 
     def _answer_error(self, error: MidstreamError) -> None:
         self._let_go()
+        forget_frames(error)
         error = self.route.shaped(error)
         self._count(error.status)
         if self._span is not None:
@@ -337,6 +338,7 @@ class ProxiedRequest:
     def _end_short(self, error: MidstreamError) -> None:
         """End a response that cannot be completed so that no client takes it for whole."""
         self._let_go()
+        forget_frames(error)
         if self._span is not None:
             self._span.end(self.route, error="cut short")
         self._proxy.metrics.cut_responses[self.route.where()] += 1
