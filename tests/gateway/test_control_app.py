@@ -33,6 +33,7 @@ from midstream.core.audits import AuditedTurn, AuditStats
 from midstream.core.endpoints import Endpoint, serves
 from midstream.core.kv import KvStats
 from midstream.core.measures import BUCKETS_S, COUNTS, MEASURES, Distribution, Histogram, Trajectories
+from midstream.core.served_names import ServedNames
 from midstream.core.types import EngineStats
 from midstream.fleet.registry import Deployment, Deployments
 from midstream.fleet.replica_set import ReplicaSet
@@ -220,6 +221,25 @@ def test_a_drained_replica_has_its_series_while_it_is_heard() -> None:
             facts.set_members(members)
             assert 'midstream_gateway_replica_up{replica="replica-1"} 0.0' in await shown()
             drained.in_flight = 0
+
+    run(main)
+
+
+def test_a_replica_that_leaves_for_another_deployment_has_each_series_once() -> None:
+    async def main() -> None:
+        async with staged(respond_ok) as stage:
+            deployments, [left] = stage.gateway.proxy.deployments, stage.views
+            member = (left.name, left.url)
+            deployments.default.replicas.facts.set_members([member], leaving={left.name})
+            replicas = ReplicaSet(DeploymentReplicas([member]))
+            names = ServedNames("accounts/local/models/b", "accounts/local/deployments/b")
+            deployments.add(Deployment(names, replicas, reconciler(replicas)))
+            [view] = replicas.views
+            view.replica.hear(replica_report(replica=view.name, boot="b"))
+            lines = (await stage.ask(get("/metrics"))).body.decode().splitlines()
+            series = [line.rpartition(" ")[0] for line in lines if not line.startswith("#")]
+            assert 'midstream_gateway_replica_up{replica="replica-0"}' in series
+            assert len(set(series)) == len(series)
 
     run(main)
 

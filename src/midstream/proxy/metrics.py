@@ -302,10 +302,11 @@ class GatewayMetrics:
         yield _samples("midstream_deployment_policies", [((d.name,), policies(d)) for d in self._deployments])
 
     def _views(self) -> list[tuple[Deployment, ReplicaView]]:
-        """Members, and those that leave as long as they are heard."""
+        """Members, and those that leave as long as they are heard. One that has left for another deployment is its member."""
         found = [(d, view) for d in self._deployments for view in d.replicas.views]
+        names = {view.name for _, view in found}
         leaving = [(d, view) for d in self._deployments for view in d.replicas.leaving]
-        return found + [(d, view) for d, view in leaving if view.replica.heard is not None]
+        return found + [(d, v) for d, v in leaving if v.replica.heard is not None and v.name not in names]
 
     def _replicas(self) -> Iterator[Metric]:
         heard = [(d, view, view.replica.heard) for d, view in self._views() if view.replica.heard is not None]
