@@ -234,6 +234,15 @@ def test_a_group_is_of_one_prompt_to_its_end() -> None:
     assert group_of("", ids) is not None
 
 
+@pytest.mark.parametrize("name", ["messages", "prompt", "input", "token_ids", "input_ids", "text"])
+def test_each_wire_has_groups(name: str) -> None:
+    one, other = (
+        group_of("", json.dumps({"text": {"format": "x" * 600}, name: [*range(1000), end]}).encode())
+        for end in (1, 2)
+    )
+    assert one is not None and other is not None and one != other
+
+
 @pytest.mark.parametrize(
     "body",
     [

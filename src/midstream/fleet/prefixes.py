@@ -47,8 +47,14 @@ _VALUE = re.compile(rb'"(?:messages|prompt)"[ \t\r\n]*:')
 
 
 class _Prompts(msgspec.Struct):
-    prompt: msgspec.Raw = msgspec.Raw()
+    """As the wires name it. The first that is there counts: with `input`, `text` is a format."""
+
     messages: msgspec.Raw = msgspec.Raw()
+    prompt: msgspec.Raw = msgspec.Raw()
+    input: msgspec.Raw = msgspec.Raw()
+    token_ids: msgspec.Raw = msgspec.Raw()
+    input_ids: msgspec.Raw = msgspec.Raw()
+    text: msgspec.Raw = msgspec.Raw()
 
 
 _decoder = msgspec.json.Decoder(_Prompts)
@@ -118,7 +124,7 @@ def group_of(tenant: str, body: bytes) -> Session | None:
     except NOT_JSON:
         # The replica says what is wrong with it.
         return None
-    prompt = memoryview(found.messages or found.prompt)
+    prompt = next((memoryview(value) for value in msgspec.structs.astuple(found) if value), b"")
     return (tenant, f"{zlib.crc32(prompt):08x}-{len(prompt)}") if len(prompt) > FIRST_BOUND else None
 
 
