@@ -240,7 +240,9 @@ def test_each_wire_has_groups(name: str) -> None:
         group_of("", json.dumps({"text": {"format": "x" * 600}, name: [*range(1000), end]}).encode())
         for end in (1, 2)
     )
-    assert one is not None and other is not None and one != other
+    assert one is not None
+    assert other is not None
+    assert one != other
 
 
 @pytest.mark.parametrize(
