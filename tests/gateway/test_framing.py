@@ -129,6 +129,18 @@ def test_a_length_with_more_zeros_than_python_reads_as_a_number_is_answered() ->
     run(main)
 
 
+def test_a_client_that_speaks_http_2_learns_what_is_spoken_here() -> None:
+    async def main() -> None:
+        async with staged() as stage:
+            client = await stage.connect()
+            client.send(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")
+            answer = await client.closed()
+            assert answer.startswith(b"HTTP/1.1 400 ")
+            assert b"HTTP/1.1, not HTTP/2" in answer
+
+    run(main)
+
+
 def chunked(rng: random.Random) -> tuple[bytes, bytes]:
     """A body in chunks, with what may be in their framing; and its end."""
     framed = b""

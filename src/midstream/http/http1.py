@@ -418,7 +418,9 @@ class ClientConnection(RequestReader, asyncio.Protocol):
             self._transport.abort()
             raise error
         elif not self._deaf:
-            self._refuse(InvalidRequest(f"malformed HTTP request: {error}"))
+            # So the parser calls how HTTP/2 begins.
+            why = "this port speaks HTTP/1.1, not HTTP/2" if "PRI" in str(error) else error
+            self._refuse(InvalidRequest(f"malformed HTTP request: {why}"))
 
     def _refuse(self, error: MidstreamError) -> None:
         """Answer with `error` when its turn comes; the bytes after it mean nothing."""
