@@ -48,6 +48,8 @@ def pooled(server: Postgres, program: str) -> Iterator[Postgres]:
         (root / "users").write_text(f'"tester" "{PASSWORD}"\n')
         (root / "ini").write_text(INI.format(server=server.port, password=PASSWORD, port=port, root=root))
         root.chmod(0o755)
+        for name in ("users", "ini"):
+            (root / name).chmod(0o644)
         log = root / "log"
         with log.open("wb") as out:
             process = subprocess.Popen([program, str(root / "ini")], stdout=out, stderr=out, **as_user(user))  # type: ignore[call-overload]

@@ -345,7 +345,7 @@ def _replace(world: World) -> list[tuple[Any, str, Any]]:
     put(received_module, "behind", lambda call, *given: call(*given))
     put(ipc, "spawn", world.receivers.spawn)
     put(update_files_module, "reserve", world.disk.reserve)
-    put(transfers_module, "_commit", _noted_commit(world))
+    put(transfers_module, "commit", _noted_commit(world))
     put(Transfers, "_keep", _noted_keep(world))
     put(uvicorn.server, "ServerState", _InOrder)
     # Directories of processes that are killed.
@@ -358,7 +358,7 @@ def _replace(world: World) -> list[tuple[Any, str, Any]]:
 
 
 def _noted_commit(world: World) -> Callable[..., None]:
-    commit = transfers_module._commit
+    commit = transfers_module.commit
 
     def noted(db: Any, committing: Any, desired: Any, policies: Any, now: float) -> None:
         commit(db, committing, desired, policies, now)
