@@ -231,7 +231,10 @@ class Recomputer:
         routes = torch.stack(chosen, dim=1) if chosen else torch.zeros(last - first, 0, 0, dtype=torch.int64)
         given = [weights.reshape(last - first, -1).float() for weights in self._multiplied]
         shares = torch.stack(given, dim=1) if given else torch.zeros(last - first, 0, 0)
-        return output.logits[0], routes, shares, [*self._ties(first)]
+        near = [*self._ties(first)]
+        # Who computes with the model beside this has its own routes.
+        self._forced = None
+        return output.logits[0], routes, shares, near
 
     def _ties(self, first: int) -> Iterator[Tie]:
         for layer, (router, logits, _) in enumerate(self._noted):
