@@ -182,17 +182,22 @@ def profiled(calls: Calls) -> Iterator[None]:
         sys.setprofile(None)
 
 
-async def count(name: str, *, functions: bool, events: int = EVENTS, together: int = 1) -> dict[str, Any]:
-    """Per request, with a gateway of its own. events, together: of a stream, and in each read of it."""
-    replica, calls = Replica(), Calls()
-    replica.events, replica.together = events, together
-    replicas = ReplicaSet(DeploymentReplicas([("replica-0", f"http://127.0.0.1:{replica.port}")]))
+def gateway_before(port: int) -> Gateway:
+    """A gateway with one replica, which is at this port and serves. Call it in the event loop that it runs in."""
+    replicas = ReplicaSet(DeploymentReplicas([("replica-0", f"http://127.0.0.1:{port}")]))
     for view in replicas.views:
         view.replica.hear(ReplicaReport(replica=view.name, boot="b", alive=True, policies=(PolicyReport(),)))
         view.admitted = True
     reconciler = Reconciler(cast(Ledger, None), replicas, NAMES.deployment)
     deployments = Deployments(Deployment(NAMES, replicas, reconciler))
-    gateway = Gateway(GatewaySettings(), deployments, GatewayMetrics(deployments), None)
+    return Gateway(GatewaySettings(), deployments, GatewayMetrics(deployments), None)
+
+
+async def count(name: str, *, functions: bool, events: int = EVENTS, together: int = 1) -> dict[str, Any]:
+    """Per request, with a gateway of its own. events, together: of a stream, and in each read of it."""
+    replica, calls = Replica(), Calls()
+    replica.events, replica.together = events, together
+    gateway = gateway_before(replica.port)
     client = Client(await gateway.start("127.0.0.1", 0), replica)
 
     def ask(times: int) -> None:
