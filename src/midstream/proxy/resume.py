@@ -7,7 +7,6 @@ is not resumed.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -38,7 +37,8 @@ END = b"0\r\n\r\n"
 _FAILOVER = HEADER_FAILOVER.encode()
 #: Ends a chunk of whole events, and is nowhere else.
 _WHOLE = b"\n\n\r\n"
-_LINE = re.compile(rb"\n: m (.*)")
+_ENDS = (_WHOLE, END)
+_LINE = b"\n: m "
 _DONE = b"\n" + LAST + b"\n"
 _GIVEN_UP = GIVEN_UP + b"\n"
 
@@ -84,10 +84,8 @@ class ResumeLog:
         if self.lost:
             return self._pass_lost(data)
         if self._held:
-            data = self._held + data
-        if data.endswith((_WHOLE, END)):
-            self._held = b""
-        else:
+            data, self._held = self._held + data, b""
+        if not data.endswith(_ENDS):
             end = data.rfind(_WHOLE) + len(_WHOLE)
             if end < len(_WHOLE):
                 # No chunk is whole.
@@ -100,10 +98,11 @@ class ResumeLog:
             if not data:
                 return data
         self._gathered.append(data)
-        self._size += len(data)
-        if self._size > GATHERED_BYTES_MAX:
+        self._size = size = self._size + len(data)
+        if size > GATHERED_BYTES_MAX:
             self._pick_out()
-        self.write(data)
+        write = self.write
+        write(data)
         return data
 
     def _pass_lost(self, data: bytes) -> bytes:
@@ -127,10 +126,10 @@ class ResumeLog:
         return None if self.lost or self.forgotten else b"".join(self._lines)
 
     def _pick_out(self) -> None:
-        found = _LINE.findall(b"".join(self._gathered))
+        # An expression would try every byte of the stream.
+        _, *begun = b"".join(self._gathered).split(_LINE)
         # Each line has an end.
-        found.append(b"")
-        lines = b"\n".join(found)
+        lines = b"\n".join((*[rest.partition(b"\n")[0] for rest in begun], b""))
         self._gathered.clear()
         self._size = 0
         self._lines.append(lines)
