@@ -79,6 +79,12 @@ class RefusedRequest(NamedTuple):
 class ClientConnection(RequestReader, asyncio.Protocol):
     """One client connection. An exchange writes to it through write, finish, end_short and reset."""
 
+    __slots__ = (
+        *("_service", "_share", "_now", "write", "_queue", "_queued_bytes", "_exchange", "_pumping"),
+        *("_reading", "_deaf", "_transport", "_unfinished_bytes", "_exchange_bytes", "_arrived_before"),
+        *("_stays_s", "closes_after_response", "writable", "deadline", "peer", "__weakref__"),
+    )
+
     def __init__(
         self, service: HttpService, limits: ConnectionLimits, loop: asyncio.AbstractEventLoop
     ) -> None:

@@ -42,6 +42,8 @@ class NotPlain(Exception):
 class LineMemory(dict[K, V]):
     """A bounded memory. What is not in it is made by `__missing__`, which each kind has."""
 
+    __slots__ = ()
+
     def keep(self, key: K, value: V) -> None:
         if len(self) >= LINES_MAX:
             self.clear()
@@ -50,6 +52,8 @@ class LineMemory(dict[K, V]):
 
 class Names(LineMemory[bytes, bytes]):
     """A header's name to the same in lower case. Raises NotPlain."""
+
+    __slots__ = ()
 
     def __missing__(self, name: bytes) -> bytes:
         if _NAME.fullmatch(name) is None:
@@ -68,6 +72,8 @@ class HeaderLines(LineMemory[bytes, Header]):
 
     never: names of headers that are not plain here. chunked: chunks are.
     """
+
+    __slots__ = ("_chunked", "_judged", "_never")
 
     def __init__(self, never: Collection[bytes], *, chunked: bool) -> None:
         super().__init__()
@@ -100,6 +106,8 @@ class HeaderLines(LineMemory[bytes, Header]):
 
 class RequestLines(LineMemory[bytes, Header]):
     """The first line of a request to its method and its target. Raises NotPlain."""
+
+    __slots__ = ()
 
     def __missing__(self, line: bytes) -> Header:
         found = _REQUEST.fullmatch(line)

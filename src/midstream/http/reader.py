@@ -40,10 +40,20 @@ from midstream.http.plain import (
 CHUNK_FRAMING_BYTES = 24
 _request_lines = RequestLines()
 _header_lines = HeaderLines((b"upgrade", b"proxy-connection", b"expect", b"content-encoding"), chunked=False)
+# A look at a method of a dictionary's subclass takes as long as reading two lines.
+_read_line = _header_lines.__getitem__
 
 
 class RequestReader(ABC):
     """What reads by feed(); the connection is the other part."""
+
+    # More than 30 attributes would be in a dictionary, which takes as much memory again.
+    __slots__ = (
+        *("_limits", "_made_parser", "_read_bytes", "_offers_upgrade", "_owes_continue", "_in_message"),
+        *("_roomless_bytes", "_plain_head_bytes_max", "_head_start", "_method", "_caller", "_headers"),
+        *("_first", "_body", "_body_bytes", "_head_done", "_chunks", "_head_fed", "_trailer_bytes"),
+        *("_chunked_fed", "_chunk_framing_max", "_target", "_http10"),
+    )
 
     def __init__(self, limits: ConnectionLimits) -> None:
         self._limits = limits
@@ -107,7 +117,7 @@ class RequestReader(ABC):
             if start is None or not 0 < begun < end:
                 start = self._begin_otherwise(data[:end].split(b"\r\n"))
                 begun = len(start.text)
-            own = [*map(_header_lines.__getitem__, data[begun:end].split(b"\r\n"))]
+            own = [*map(_read_line, data[begun:end].split(b"\r\n"))]
         except NotPlain:
             # Not parsed here, or this would be the context of the parser's error.
             start = None

@@ -12,7 +12,6 @@ Always holds:
 from __future__ import annotations
 
 import asyncio
-import itertools
 import socket
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Protocol, cast
@@ -31,6 +30,8 @@ _OK = b"HTTP/1.1 200 OK\r\n"
 # What the parser gets for a plain head, to read the chunks that follow.
 _CHUNKED_HEAD = _OK + b"transfer-encoding: chunked\r\n\r\n"
 _header_lines = HeaderLines((b"upgrade", b"proxy-connection"), chunked=True)
+# A look at a method of a dictionary's subclass takes as long as reading two lines.
+_read_line = _header_lines.__getitem__
 PARSING_FAILED = (httptools.HttpParserError, httptools.HttpParserUpgrade)
 
 
@@ -65,9 +66,9 @@ class UpstreamConnection(asyncio.Protocol):
         self._pool = pool
         # What was decoded of the body and not handed on. None: the body is handed on in its framing.
         self._decoded: list[bytes] | None = None
-        # The parser's calls: they count the chunks that began, and those that are over.
-        self.on_chunk_header: Callable[[], int] = itertools.count().__next__
-        self.on_chunk_complete: Callable[[], int] = itertools.count().__next__
+        # Whether a chunk has begun and is not over comes first. The parser's calls turn it round at both, in C.
+        self._in_chunk = [False, True]
+        self.on_chunk_header = self.on_chunk_complete = self._in_chunk.reverse
         # While it is connected: they refer to each other.
         self._parser: httptools.HttpResponseParser
         self._transport: asyncio.Transport
@@ -126,7 +127,8 @@ class UpstreamConnection(asyncio.Protocol):
         # Most reads of a stream do not end it, and need no more.
         if (self._complete or self._left is not None) and not self._ends_well(data):
             return
-        self.take_body(data if self._decoded is None else self._take_decoded())
+        take_body = self.take_body
+        take_body(data if self._decoded is None else self._take_decoded())
         if self._complete and self._sink is sink:
             self._finish(sink)
 
@@ -184,8 +186,7 @@ class UpstreamConnection(asyncio.Protocol):
     @property
     def in_chunk(self) -> bool:
         """The last byte handed on lies within a chunk's data."""
-        # Asking counts on both sides.
-        return self.on_chunk_header() != self.on_chunk_complete()
+        return self._in_chunk[0]
 
     # -- inside
 
@@ -200,7 +201,7 @@ class UpstreamConnection(asyncio.Protocol):
         if end < 0:
             return False
         try:
-            headers = [*map(_header_lines.__getitem__, data[len(_OK) : end].split(b"\r\n"))]
+            headers = [*map(_read_line, data[len(_OK) : end].split(b"\r\n"))]
         except NotPlain:
             return False
         first = dict(headers)

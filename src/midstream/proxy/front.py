@@ -41,10 +41,10 @@ class _ResultNotYet(_Shaped, Overloaded):
 
 class FrontRoute(Route):
     path_class = "tinker"
-    shows_labels = True
 
     def __init__(self, proxy: Proxy, request: Request) -> None:
         super().__init__(proxy, request)
+        self.shows_labels = True
         assert proxy.front is not None
         self.pool = proxy.front
 

@@ -52,14 +52,17 @@ STAY_LINE = HEADER_STAY.encode() + b": 1\r\n"
 class UpstreamLines(LineMemory[Header, bytes]):
     """A client's header to its line for an upstream. Empty: it does not go there. dropped: names of headers that do not."""
 
+    __slots__ = ("dropped",)
+
     def __init__(self, dropped: frozenset[bytes]) -> None:
         super().__init__()
         self.dropped = dropped
 
     def __missing__(self, header: Header) -> bytes:
-        name = header[0]
-        line = b"" if name in self.dropped or name.startswith(b"x-midstream-") else b"%b: %b\r\n" % header
-        if len(name) + len(header[1]) <= LINE_BYTES_MAX and name not in SECRETS:
+        name, value = header
+        dropped = name in self.dropped or name.startswith(b"x-midstream-")
+        line = b"" if dropped else name + b": " + value + b"\r\n"
+        if name not in SECRETS and len(name) + len(value) <= LINE_BYTES_MAX:
             self.keep(header, line)
         return line
 
@@ -77,6 +80,8 @@ class UpstreamLines(LineMemory[Header, bytes]):
 class ClientLines(LineMemory[Header, bytes]):
     """An upstream's header to its line for a client. Empty: it does not go there. Raises NotPlain for a Connection header that
     names others. labels: the upstream's x-midstream- headers go there."""
+
+    __slots__ = ("_coding", "_labels")
 
     def __init__(self, *, http10: bool, labels: bool) -> None:
         super().__init__()
@@ -115,6 +120,7 @@ _client_lines = {
     for http10 in (False, True)
     for labels in (False, True)
 }
+_line_of = {kind: lines.__getitem__ for kind, lines in _client_lines.items()}
 
 
 def to_upstream(
@@ -147,11 +153,11 @@ def to_client(
     head: UpstreamHead, added: Collection[bytes], *, http10: bool, close: bool, labels: bool
 ) -> list[bytes]:
     """The parts of the head to write; without the body. added: whole lines with their ends."""
-    lines = _client_lines[http10, labels]
+    kind = http10, labels
     try:
-        own = [*map(lines.__getitem__, head.headers)]
+        own = [*map(_line_of[kind], head.headers)]
     except NotPlain:
-        own = [*lines.one_by_one(head.headers)]
+        own = [*_client_lines[kind].one_by_one(head.headers)]
     end = b"connection: close\r\n\r\n" if close else b"\r\n"
     return [_status_line(head.status, head.reason), *own, *added, end]
 

@@ -83,19 +83,17 @@ def _route_lines(replica: str, reason: str) -> bytes:
 class ReplicaRoute(Route):
     """A request for inference."""
 
-    audited = False
     traced = True
-    # Most requests never set these.
-    _versions: VersionJudge | None = None
-    #: Of its stream, once the replica of that was lost.
-    _rest: Rest | None = None
     #: Of the answer that the client gets, or that was refused last.
     _status = 0
 
     def __init__(self, proxy: Proxy, request: Request, wire: WirePath, in_path: bytes | None = None) -> None:
         """in_path: the session that the path named, of which `request` shows nothing any more."""
         Route.__init__(self, proxy, request)
-        self.path_class, self.errors = wire.name, wire.errors
+        self.path_class, self.errors, self.audited = wire.name, wire.errors, False
+        self._versions: VersionJudge | None = None
+        # Of its stream, once the replica of that was lost.
+        self._rest: Rest | None = None
         self._deployment = proxy.deployments.default
         self._asked = ClientAsked(in_path, wire.user)
         self._at = Sending()
@@ -114,7 +112,8 @@ class ReplicaRoute(Route):
         if wishes:
             asked.wishes, asked.mode = True, failover_mode(head)
         constraint = constraint_of_headers(head) if wishes else None
-        asked.resumable = asked.mode != "off" and not request.http10
+        if asked.mode == "off" or request.http10:
+            asked.resumable = False
         if wishes or not proxy.deployments.single or self.caller.grant is not EVERYTHING:
             self._deployment = proxy.deployment_of(request, self.caller.grant, asked.user_field)
         if constraint is not None:

@@ -72,23 +72,26 @@ class Route:
 
     path_class = "control"
     #: Whether its answer has a line in the audit log.
-    audited = True
+    audited: bool
     #: Whether the metrics count it.
-    counted = True
+    counted: bool
     #: Whether it has a span, where spans are exported.
     traced = False
     #: Whether the upstream's own x-midstream- headers are for the client.
-    shows_labels = False
+    shows_labels: bool
     #: How its client reads errors.
     errors: ErrorShape = "openai"
     #: Of the stream that is passed on, if another replica may continue it.
-    log: ResumeLog | None = None
+    log: ResumeLog | None
     #: The replicas that were lost with it, if any were.
-    losses: Losses | None = None
+    losses: Losses | None
 
     def __init__(self, proxy: Proxy, request: Request) -> None:
         self._proxy = proxy
         self._request = request
+        # Every request asks for these, and what a class holds takes longer to look up.
+        self.audited, self.counted, self.shows_labels = True, True, False
+        self.log = self.losses = None
         self.caller = request.caller or proxy.caller(request)
         self.pool = proxy.control
         # What is sent; the rest of a stream is asked for by another request than the client's.
