@@ -25,10 +25,10 @@ ENGINES: dict[str, tuple[EngineCard, EngineCard]] = {
         embedded_card(EngineSettings(router_weights=True), grammars=True, reproducible=True),
     ),
     "vllm": (
-        vllm_card("0.32.0", routes=False, by_priority=False, no_full_snapshots="not proved"),
+        vllm_card("0.32.0", by_priority=False, no_full_snapshots="not proved"),
         vllm_card(
             "0.32.0",
-            routes=True,
+            no_routes="",
             no_policies="",
             no_crossing="",
             no_numbers={},

@@ -57,7 +57,7 @@ def test_a_worker_answers_with_what_was_left_for_the_draws_of_those_that_ask(
     answer = runner.step(logits, {"r3": [2, 7]})
     answer = getattr(answer, "_model_runner_output", answer)
     best = sorted(logits[0].topk(3).indices.tolist())
-    assert {name: read_mask(mask.tolist()) for name, mask in masks.of(answer).items()} == {
+    assert {name: read_mask(mask.tolist()) for name, (mask,) in masks.of(answer).items()} == {
         "r0": read_mask([IDS, *best]),
         "r3": read_mask([IDS, 2, 7]),
     }

@@ -437,5 +437,5 @@ def test_the_causes_that_are_counted_are_those_of_the_verifier() -> None:
 
 
 def test_vllm_lacks_it_by_name() -> None:
-    card = vllm_card("0.32.0", routes=False)
+    card = vllm_card("0.32.0")
     assert not card.has("audit")

@@ -30,6 +30,7 @@ ORDER = [
     "test_vllm_transfer_in_place",
     "test_vllm_sampling_numbers",
     "test_vllm_priorities",
+    "test_real_routes",
     "test_real_digest",
     "test_real_frozen",
     "test_real_provenance",

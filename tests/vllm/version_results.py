@@ -32,11 +32,12 @@ BEGIN, END = "<!-- begin: vLLM versions -->\n", "<!-- end: vLLM versions -->\n"
 #: The tests that compute each record again, and what they put it through.
 RECOMPUTED = {
     "test_vllm_sampling_numbers": "filters, penalties, grammars, masks; a swap, resumes",
+    "test_real_routes": "routes with the tokens; filters, penalties, grammars, masks; a swap, resumes, scored prompts",
     "test_real_provenance": "swaps of all cache policies, shared prompts, resumes",
     "test_real_policy_provenance": "two adapters and the base, swapped in turn",
 }
 #: What else a run counts there.
-EXTRA = ("over_several_snapshots", "snapshots", "labels", "masks", "preemptions")
+EXTRA = ("over_several_snapshots", "snapshots", "labels", "masks", "choices_of_experts", "preemptions")
 BEGIN_NUMBERS, END_NUMBERS = "<!-- begin: numbers -->\n", "<!-- end: numbers -->\n"
 
 

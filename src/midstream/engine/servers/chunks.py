@@ -38,6 +38,15 @@ class Token(msgspec.Struct, frozen=True, gc=False):
     near_tie: int = 0
 
 
+class Passes(msgspec.Struct, frozen=True, gc=False):
+    """What the routers chose in `count` passes, from that over position `first` on. data: bytes of [passes, layers, experts per
+    token], uint8 up to 256 experts, else little-endian uint16."""
+
+    first: int
+    count: int
+    data: bytes
+
+
 class Chunk(msgspec.Struct, frozen=True):
     """The content of one message about a choice.
 
@@ -45,7 +54,7 @@ class Chunk(msgspec.Struct, frozen=True):
     routes, with the last chunk: `routed_experts` (routes.py). cached: prompt tokens with reused KV.
     error: a message for the user, after which nothing useful follows. not_finite: it says that a number of the model is not.
     done: nothing follows. kv: which weights computed the KV, each time the server says so: tokens before, and spans.
-    masks: of the tokens, if the request asked for them. version: of the server's weights when it wrote this.
+    masks, passes: of the tokens, if the request asked for them. version: of the server's weights when it wrote this.
     """
 
     tokens: tuple[Token, ...] = ()
@@ -58,6 +67,7 @@ class Chunk(msgspec.Struct, frozen=True):
     not_finite: bool = False
     kv: tuple[tuple[int, KvSpans], ...] = ()
     masks: tuple[bytes, ...] = ()
+    passes: tuple[Passes, ...] = ()
     version: str | None = None
 
 

@@ -3,7 +3,7 @@
 Always holds:
 - The last event of a choice that the server ends comes after it has said everything about it, so its labels are proved. It says
   nothing more about a choice that the replica ends, at a stop string: its labels come from the order of arrival alone.
-- A choice with routes gives its tokens when it has the routes, which is at its end.
+- A choice with routes gives its tokens when it has the routes. Where they do not come with the tokens, that is at its end.
 - A choice that is closed early is aborted: the server notices that the connection is gone.
 - An event begins at each token with which the server says that other weights computed the KV. So none gets the KV of another.
 """
@@ -59,8 +59,10 @@ class ChoiceStream:
         prompt: tuple[TokenRecord, ...] | None,
         constrained: bool = False,
         mask: bytes | None = None,
+        routed: bool = False,
     ) -> None:
-        """prompt: records for its first event. constrained: as of its records. mask: of all tokens, unless each has its own."""
+        """prompt: records for its first event. constrained: as of its records. mask: of all tokens, unless each has its own.
+        routed: each token comes with its route."""
         self.prompt_size = len(request.prompt) + len(request.emitted_of(index))
         self.labels = labels
         self.over = False
@@ -81,6 +83,8 @@ class ChoiceStream:
         self._sampling_logprob = sampling_logprob(request)
         self._constrained = constrained
         self._mask = mask
+        self._routed = routed
+        self._routes_late = request.want_routes and not routed
         self._reader = reader
         self._kv_reported = not request.want_kv_snapshots
         # Tokens that wait for their routes, or for the end.
@@ -158,40 +162,49 @@ class ChoiceStream:
         if chunk.cached is not None:
             # A prompt that was scored was computed for that, and only then found in the cache.
             self._cached = 0 if self._scored else chunk.cached
-        if chunk.tokens:
-            snapshot = self.labels.take(len(chunk.tokens))
-            for place, token in enumerate(chunk.tokens):
-                sampling = token.sampling
-                if sampling is None:
-                    sampling = token.logprob if self._sampling_logprob is None else self._sampling_logprob
-                record = TokenRecord(
-                    token.token_id,
-                    token.logprob,
-                    sampling,
-                    snapshot,
-                    top_logprobs=token.top,
-                    near_tie=token.near_tie,
-                    constrained=self._constrained,
-                    mask=chunk.masks[place] if chunk.masks else self._mask,
-                )
-                self._held.append(record)
-            if (chunk.kv or self.labels.expects) and not self._hear(len(chunk.tokens), chunk.kv):
-                return
+        if chunk.tokens and not self._take_tokens(chunk):
+            return
         if chunk.finish is not None:
             self._finish = FINISHES.get(chunk.finish)
             self._spans = chunk.spans
             if self._finish is None:
                 self.fail(f"{self.WHO} ended the request with {chunk.finish!r}")
                 return
-            if self._request.want_routes and not self._route(chunk.routes):
+            if self._routes_late and not self._route(chunk.routes):
                 return
         if chunk.done:
             self._end()
-        elif self._held and self._finish is None and not self._request.want_routes:
+        elif self._held and self._finish is None and not self._routes_late:
             if self.labels.coming:
                 self._split()
             if not self.over:
                 self._send()
+
+    def _take_tokens(self, chunk: Chunk) -> bool:
+        """False if they cannot be what the server sends and the request got an error."""
+        first, snapshot = self.labels.count, self.labels.take(len(chunk.tokens))
+        try:
+            routes = self._routes_with(chunk, first) if self._routed else ()
+        except InvalidAnswer as error:
+            self._fail_routes(error)
+            return False
+        for place, token in enumerate(chunk.tokens):
+            sampling = token.sampling
+            if sampling is None:
+                sampling = token.logprob if self._sampling_logprob is None else self._sampling_logprob
+            record = TokenRecord(
+                token.token_id,
+                token.logprob,
+                sampling,
+                snapshot,
+                routes[place] if routes else None,
+                token.top,
+                token.near_tie,
+                constrained=self._constrained,
+                mask=chunk.masks[place] if chunk.masks else self._mask,
+            )
+            self._held.append(record)
+        return not (chunk.kv or self.labels.expects) or self._hear(len(chunk.tokens), chunk.kv)
 
     def _hear(self, tokens: int, kv: Sequence[tuple[int, KvSpans]]) -> bool:
         """What the server says of the KV behind the newest tokens. False if that cannot be and the request got an error."""
@@ -212,13 +225,20 @@ class ChoiceStream:
         try:
             decoded = self._decode(routes, len(self._held))
         except InvalidAnswer as error:
-            self.fail(f"{self.WHO} returned routes that cannot be used: {error}")
+            self._fail_routes(error)
             return False
         self._held = [replace(record, route=route) for record, route in zip(self._held, decoded, strict=True)]
         return True
 
+    def _fail_routes(self, error: InvalidAnswer) -> None:
+        self.fail(f"{self.WHO} returned routes that cannot be used: {error}")
+
     def _decode(self, routes: str, count: int) -> Sequence[bytes]:
         """Of so many tokens. Raises InvalidAnswer."""
+        raise InvalidAnswer("nothing reads them")
+
+    def _routes_with(self, chunk: Chunk, before: int) -> Sequence[bytes]:
+        """Of its tokens. before: how many came before them. Raises InvalidAnswer."""
         raise InvalidAnswer("nothing reads them")
 
     def _end(self) -> None:

@@ -7,11 +7,15 @@ like a choice of expert 0.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import combinations
 
 import numpy as np
 
 from midstream.engine.servers.model import Shape
+
+#: The share of layers that two passes over the same tokens choose alike, at least.
+ALIKE = 0.9
 
 
 class InvalidRoutes(Exception):
@@ -45,6 +49,15 @@ def routes_of(array: np.ndarray, shape: Shape, *, first: int, count: int) -> lis
     packed = np.ascontiguousarray(chosen, dtype=np.uint8 if num_experts <= 256 else np.dtype("<u2"))
     flat, size = packed.tobytes(), packed.itemsize * len(moe_layers) * shape.top_k
     return [flat[i * size : (i + 1) * size] for i in range(count)]
+
+
+def alike(one: Sequence[bytes], other: Sequence[bytes], shape: Shape) -> float:
+    """The share of layers of passes in which both chose the same experts."""
+    dtype = "u1" if shape.num_experts <= 256 else "<u2"
+    ours, theirs = (
+        np.sort(np.frombuffer(b"".join(routes), dtype).reshape(-1, shape.top_k)) for routes in (one, other)
+    )
+    return float((ours == theirs).all(axis=1).mean())
 
 
 def _check_experts(chosen: np.ndarray, first: int, moe_layers: tuple[int, ...], num_experts: int) -> None:

@@ -11,13 +11,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-import numpy as np
 from msgspec.structs import replace
 
 from midstream.core.types import GenerateRequest, SamplingParams
 from midstream.engine.servers.chunks import Chunk, InvalidAnswer, Token
 from midstream.engine.servers.control import ServerRefused
 from midstream.engine.servers.model import Shape
+from midstream.engine.servers.routes import ALIKE, alike
 from midstream.engine.servers.switching import TOLERANCE, NotExact
 from midstream.engine.sglang.arguments import NO_ROUTES, PLUGIN
 from midstream.engine.sglang.choice import decode_routes
@@ -28,8 +28,8 @@ LIFT = 50.0
 DRAWS, PENALTY, AHEAD = 8, 2.0, 5.0
 #: Where two scores are so close, either may win: a pass over a prompt is rounded otherwise than one over an answer.
 MARGIN = 0.1
-#: Tokens of an answer with routes, and the share of layers that two passes over the same tokens choose alike, at least.
-ROUTED, ALIKE = 4, 0.9
+#: Tokens of an answer with routes.
+ROUTED = 4
 
 
 class Ask(Protocol):
@@ -142,9 +142,9 @@ class FeatureProofs:
         count = len(whole.prompt)
         found = [self._decoded(await self.ask(whole, "routes", 0), 0, count) for _ in range(2)]
         for other, what in ((drawn, "an answer"), (found[1][size - 1 :], "cached tokens")):
-            if _alike(found[0][size - 1 :], other, self.shape) < ALIKE:
+            if alike(found[0][size - 1 :], other, self.shape) < ALIKE:
                 raise NotExact(f"SGLang gives {what} other routes than the same tokens of a prompt")
-        if _alike(found[0], found[1], self.shape) < ALIKE:
+        if alike(found[0], found[1], self.shape) < ALIKE:
             raise NotExact("SGLang gives a prompt other routes when it is cached")
 
     def _decoded(self, chunk: Chunk, first: int, count: int) -> list[bytes]:
@@ -178,12 +178,3 @@ def _same(one: float, other: float, what: str) -> None:
         raise NotExact(
             f"SGLang's log-probabilities under {what} are not the raw model's ({one:.3g}, {other:.3g}): {PLUGIN}"
         )
-
-
-def _alike(one: Sequence[bytes], other: Sequence[bytes], shape: Shape) -> float:
-    """The share of layers of passes in which both chose the same experts."""
-    dtype = "u1" if shape.num_experts <= 256 else "<u2"
-    ours, theirs = (
-        np.sort(np.frombuffer(b"".join(routes), dtype).reshape(-1, shape.top_k)) for routes in (one, other)
-    )
-    return float((ours == theirs).all(axis=1).mean())

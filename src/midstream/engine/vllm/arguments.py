@@ -31,6 +31,8 @@ LACKS = {
 }
 
 
+#: Why tokens have no routes, unless the proof at the start says otherwise (routes_proof.py).
+UNROUTED = "vLLM was not seen to say which experts computed a token"
 #: Why there are no policies, unless the proof at the start says otherwise.
 NO_LORA = "vLLM runs without --enable-lora"
 #: What the proof at the start is about (sampling_proof.py), and why a server lacks it until it has passed.
@@ -65,7 +67,7 @@ BESIDE_POLICIES = "vLLM would have to take adapters off while a trainer writes (
 def vllm_card(
     version: str,
     *,
-    routes: bool,
+    no_routes: str = UNROUTED,
     by_priority: bool = True,
     no_policies: str = NO_LORA,
     no_crossing: str = UNCROSSED,
@@ -77,7 +79,7 @@ def vllm_card(
     no_provenance: str = UNTOLD,
     no_session_kv: str = UNHELD,
 ) -> EngineCard:
-    """routes: the server was started with --enable-return-routed-experts (which needs a GPU). by_priority: it goes by priority.
+    """no_routes: why it does not say which experts computed a token; empty if it does. by_priority: it goes by priority.
 
     no_policies: why it serves none; empty if it does. no_crossing: why their streams keep an adapter; empty if
     they cross its swaps. no_full_snapshots: why it takes none; empty if it does.
@@ -88,6 +90,7 @@ def vllm_card(
     """
     why = dict(no_numbers)
     lacks = {
+        "routes": no_routes,
         "policies": no_policies,
         "policy_crossing": no_policies or no_crossing,
         "full_snapshots": no_full_snapshots,
@@ -99,7 +102,7 @@ def vllm_card(
         "session_kv": no_session_kv,
     }
     why |= {feature: reason for feature, reason in lacks.items() if reason}
-    missing = LACKS.keys() | why.keys() | (set() if routes else {"routes"})
+    missing = LACKS.keys() | why.keys()
     features = tuple(feature for feature in ENGINE_FEATURES if feature not in missing)
     return EngineCard(kind="vllm", version=version, features=features, why=why)
 
@@ -147,6 +150,11 @@ WORKER_DIR = Path(__file__).parent / "worker_extension"
 NO_EXTENSION = (
     "it runs without midstream's worker extension: start it with "
     f"PYTHONPATH={WORKER_DIR} and --{WORKER_FLAG} {WORKER}"
+)
+#: Why a server lacks what the scheduler gives.
+NO_SCHEDULER = (
+    "it runs without midstream's scheduler: start it with "
+    f"PYTHONPATH={WORKER_DIR} and --{SCHEDULER_FLAG} {SCHEDULER}"
 )
 
 #: The flag that makes vLLM serve adapters.

@@ -9,18 +9,18 @@ from collections.abc import Callable, Collection, Sequence
 from math import isnan
 
 from midstream.core.types import GenerateRequest, GenerationEvent, TokenRecord
-from midstream.engine.servers.chunks import InvalidAnswer, alternatives
+from midstream.engine.servers.chunks import Chunk, InvalidAnswer, alternatives
 from midstream.engine.servers.labels import ChoiceLabels
 from midstream.engine.servers.model import Shape
 from midstream.engine.servers.requests import ChoiceStream, sampling_logprob
 from midstream.engine.servers.routes import InvalidRoutes
 from midstream.engine.vllm import protocol
 from midstream.engine.vllm.masks import fixed_mask
-from midstream.engine.vllm.routes import decode_routes
+from midstream.engine.vllm.routes import decode_routes, routes_with
 
 
 class VllmChoice(ChoiceStream):
-    """both: vLLM was asked for both log-probabilities; masks: and for masks."""
+    """both: vLLM was asked for both log-probabilities; masks: and for masks; routed: for routes with the tokens."""
 
     WHO = "vLLM"
 
@@ -35,18 +35,34 @@ class VllmChoice(ChoiceStream):
         prompt: tuple[TokenRecord, ...] | None,
         both: bool = False,
         masks: bool = False,
+        routed: bool = False,
     ) -> None:
         reader = protocol.ChunkReader(alternatives(request), both=both, kv=labels.told, masks=masks)
         mask = fixed_mask(request, shape.vocab_size) if request.want_masks else None
         constrained = request.grammar is not None and not both
         super().__init__(
-            request, index, labels, emit, reader, prompt=prompt, constrained=constrained, mask=mask
+            request,
+            index,
+            labels,
+            emit,
+            reader,
+            prompt=prompt,
+            constrained=constrained,
+            mask=mask,
+            routed=routed,
         )
         self._shape = shape
 
     def _decode(self, routes: str, count: int) -> Sequence[bytes]:
         try:
             return decode_routes(routes, self._shape, first=0, count=count)
+        except InvalidRoutes as error:
+            raise InvalidAnswer(str(error)) from error
+
+    def _routes_with(self, chunk: Chunk, before: int) -> Sequence[bytes]:
+        first = self.prompt_size - 1 + before
+        try:
+            return routes_with(chunk.passes, self._shape, first=first, count=len(chunk.tokens))
         except InvalidRoutes as error:
             raise InvalidAnswer(str(error)) from error
 

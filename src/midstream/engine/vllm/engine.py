@@ -71,7 +71,17 @@ class VllmEngine(VllmLife):
         told = kv is not None and bool(kv[0])
         labels = ChoiceLabels(run.weights.epochs, size, clean=clean, told=told)
         asked = {"both": both, "masks": masks}
-        choice = VllmChoice(request, index, labels, self._shape, run.put, prompt=prompt, **asked)
+        late = self._server.returns_routes
+        choice = VllmChoice(
+            request,
+            index,
+            labels,
+            self._shape,
+            run.put,
+            prompt=prompt,
+            routed=request.want_routes and not late,
+            **asked,
+        )
         choice.salt = salt
         data = protocol.body(
             request,
@@ -79,7 +89,8 @@ class VllmEngine(VllmLife):
             model=run.weights.name,
             salt=salt,
             stream=True,
-            routes_start=size - request.want_routes if self._server.returns_routes else None,
+            routes_start=size - request.want_routes if late else None,
+            passes_from=size - 1 if request.want_routes and not late else None,
             by_priority=self._server.by_priority,
             **asked,
             tie=numbers.tie if "near_ties" in numbers.features else 0.0,

@@ -25,8 +25,8 @@ def fixed_mask(request: GenerateRequest, vocab_size: int) -> bytes | None:
 
 
 def is_mask(numbers: Sequence[int]) -> bool:
-    """Of what comes with a token: whether it is a mask, and nothing about KV."""
-    return bool(numbers) and numbers[0] < 0
+    """Of what comes with a token: whether it is a mask, and nothing about KV or routes."""
+    return bool(numbers) and numbers[0] in (IDS, WORDS)
 
 
 def read_mask(numbers: Sequence[int]) -> bytes:

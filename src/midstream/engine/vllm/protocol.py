@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 import struct
+from collections.abc import Sequence
 from functools import partial
 from itertools import pairwise
 from math import isfinite, nan
@@ -25,6 +26,7 @@ from midstream.engine.servers.chunks import (
     Chunk,
     EventReader,
     InvalidAnswer,
+    Passes,
     Token,
     alternatives,
     choice_seed,
@@ -34,6 +36,7 @@ from midstream.engine.servers.chunks import (
 from midstream.engine.servers.labels import KvSpans
 from midstream.engine.step import SUM_ROUNDING
 from midstream.engine.vllm.masks import is_mask, read_mask
+from midstream.engine.vllm.routes import is_rows, read_rows
 from midstream.engine.vllm.worker_extension.midstream_vllm_numbers import (
     INFINITE,
     ITSELF,
@@ -42,6 +45,7 @@ from midstream.engine.vllm.worker_extension.midstream_vllm_numbers import (
     MASK,
     NEAR,
     RANK_BASE,
+    ROUTES,
     SESSION,
     TIE_PLACE,
 )
@@ -179,9 +183,18 @@ def _read(data: bytes, top: int, *, both: bool, kv: bool, masks: bool) -> Chunk:
     spans = None if versions is None else tuple([(v.version, v.start, v.end) for v in versions])
     ended = (choice.finish_reason, spans, choice.routed_experts, cached)
     said = choice.sampling_mask or ()
-    told = tuple([_told(numbers) for numbers in said if not (masks and is_mask(numbers))]) if kv else ()
+    rows = [numbers for numbers in said if is_rows(numbers)]
+    told = tuple([_told(n) for n in said if not (is_rows(n) or (masks and is_mask(n)))]) if kv else ()
     left = _masks(said, tokens) if masks and lost is None else ()
-    return Chunk(tokens, *ended, lost, not_finite=lost is not None, kv=told, masks=left)
+    passes = _passes(rows) if rows and lost is None else ()
+    return Chunk(tokens, *ended, lost, not_finite=lost is not None, kv=told, masks=left, passes=passes)
+
+
+def _passes(rows: Sequence[tuple[int, ...]]) -> tuple[Passes, ...]:
+    try:
+        return tuple([read_rows(numbers) for numbers in rows])
+    except (ValueError, OverflowError) as error:
+        raise InvalidAnswer(str(error)) from error
 
 
 def _masks(said: tuple[tuple[int, ...], ...], tokens: tuple[Token, ...]) -> tuple[bytes, ...]:
@@ -309,6 +322,7 @@ def body(
     kv: tuple[int, int] | None = None,
     masks: bool = False,
     session: tuple[str, float, float] | None = None,
+    passes_from: int | None = None,
 ) -> bytes:
     """The request body for one choice. The request must have no `problem`.
 
@@ -319,6 +333,7 @@ def body(
     in_pause: compute it in a pause, too, if it is urgent. both: ask for both log-probabilities, as the proof has shown that the
     server gives them. tie: and for near ties, within this share of the largest logit. kv: the value of KV, for midstream's
     scheduler. masks: ask for sampling masks, too, beside both. session: the value of SESSION, for the scheduler.
+    passes_from: have the routes of passes come with the tokens, from this one of the prompt on.
     """
     emitted = request.emitted_of(choice)
     limit = request.sampling.max_tokens - len(emitted) if max_tokens is None else max_tokens
@@ -329,6 +344,7 @@ def body(
     if prompt_logprobs is not None:
         sampling["prompt_logprobs"] = prompt_logprobs
     marks = {MARK: both, NEAR: both and tie and (tie, SUM_ROUNDING), MASK: masks, KV: kv, SESSION: session}
+    marks[ROUTES] = None if passes_from is None else (passes_from,)
     if extra := {name: value for name, value in marks.items() if value}:
         sampling["extra_args"] = extra
     if routes_start is not None:

@@ -19,6 +19,9 @@ of expert 0.
 
 Rows of prompt tokens with KV from the prefix cache are there too: vLLM keeps them by block. In a request that continues
 emitted tokens, these are part of its prompt and count into P.
+
+midstream's worker extension sends the same rows with each token (worker_extension/midstream_vllm_routes.py), and those of a
+prompt with its first token.
 """
 
 from __future__ import annotations
@@ -27,13 +30,16 @@ import base64
 import binascii
 import io
 import math
+from collections.abc import Sequence
 from tokenize import TokenError
 
 import numpy as np
 import numpy.lib.format as npy
 
+from midstream.engine.servers.chunks import Passes
 from midstream.engine.servers.model import Shape
 from midstream.engine.servers.routes import InvalidRoutes, routes_of
+from midstream.engine.vllm.worker_extension.midstream_vllm_numbers import ROWS
 
 #: The types that vLLM uses, as `numpy.dtype.str` writes them.
 DTYPES = ("|u1", "<u2", ">u2", "<i4", ">i4")
@@ -51,6 +57,43 @@ def decode_routes(data: str, shape: Shape, *, first: int, count: int) -> list[by
     Returns `count` routes: C-order [moe_layers, top_k] bytes, uint8, or little-endian uint16 above 256 experts.
     """
     return routes_of(_array(data), shape, first=first, count=count)
+
+
+def is_rows(numbers: Sequence[int]) -> bool:
+    """Of what comes with a token: whether it is the rows of passes."""
+    return bool(numbers) and numbers[0] == ROWS
+
+
+def read_rows(numbers: Sequence[int]) -> Passes:
+    """From what the worker extension wrote. Raises ValueError, OverflowError."""
+    if len(numbers) < 3:
+        raise ValueError(f"{list(numbers)} are no rows of passes")
+    _, first, count, *words = numbers
+    return Passes(first, count, np.array(words, dtype="<u4").tobytes())
+
+
+def routes_with(passes: Sequence[Passes], shape: Shape, *, first: int, count: int) -> list[bytes]:
+    """As decode_routes, of what came with tokens: in order, and `count` in all. Raises InvalidRoutes."""
+    found: list[bytes] = []
+    for one in passes:
+        if one.first != first + len(found) or one.count < 1:
+            raise InvalidRoutes(
+                f"{one.count} passes from position {one.first} on, expected some from {first + len(found)} on"
+            )
+        found += routes_of(_rows(one, shape), shape, first=one.first, count=one.count)
+    if len(found) != count:
+        raise InvalidRoutes(f"routes of {len(found)} passes from position {first} on, expected {count}")
+    return found
+
+
+def _rows(passes: Passes, shape: Shape) -> np.ndarray:
+    """[passes, layers, experts per token]. vLLM has all hidden layers."""
+    kind = np.dtype(np.uint8 if shape.num_experts <= 256 else "<u2")
+    form = (passes.count, shape.hidden_layers, shape.top_k)
+    size = math.prod(form) * kind.itemsize
+    if len(passes.data) != size + -size % 4:
+        raise InvalidRoutes(f"{len(passes.data)} bytes of {passes.count} passes, expected {size}")
+    return np.frombuffer(passes.data[:size], kind).reshape(form)
 
 
 def _array(data: str) -> np.ndarray:

@@ -31,11 +31,10 @@ from midstream.engine.vllm import protocol
 from midstream.engine.vllm.arguments import (
     EXTENSIONS,
     NO_EXTENSION,
+    NO_SCHEDULER,
     NUMBERS,
     SCHEDULER,
-    SCHEDULER_FLAG,
     UNPROVED,
-    WORKER_DIR,
 )
 from midstream.engine.vllm.server import VllmServer
 from midstream.engine.vllm.swap import Control
@@ -156,10 +155,7 @@ def _asking(sizes: tuple[int, int]) -> GenerateRequest:
 async def _prove_masks(server: VllmServer, asking: GenerateRequest) -> None:
     """Raises NoMasks, CallFailed."""
     if server.scheduler != SCHEDULER:
-        raise NoMasks(
-            f"it runs without midstream's scheduler: start it with PYTHONPATH={WORKER_DIR} and "
-            f"--{SCHEDULER_FLAG} {SCHEDULER}"
-        )
+        raise NoMasks(NO_SCHEDULER)
     try:
         free = await _answer(server, asking, masks=True)
         few = sorted(top.token_id for top in free.tokens[0].top[1::2])

@@ -11,11 +11,12 @@ from midstream.engine.servers.model import Shape
 from midstream.engine.servers.routes import InvalidRoutes
 from midstream.engine.servers.scoring import PromptScorer, Scores
 from midstream.engine.vllm import protocol
-from midstream.engine.vllm.routes import decode_routes
+from midstream.engine.vllm.routes import decode_routes, routes_with
 
 
 class Scorer(PromptScorer):
-    """model: its name at the server. by_priority: the server goes by priority. in_pause: in a pause it computes urgent ones."""
+    """model: its name at the server. by_priority: the server goes by priority. in_pause: in a pause it computes urgent ones.
+    routed: routes come with tokens."""
 
     WHO = "vLLM"
     PATH = protocol.PATH
@@ -30,14 +31,17 @@ class Scorer(PromptScorer):
         *,
         by_priority: bool = False,
         in_pause: bool = False,
+        routed: bool = False,
     ) -> None:
         super().__init__(url, headers, epochs)
         self._by_priority = by_priority
         self._in_pause = in_pause
+        self._routed = routed
         self._shape = shape
         self._model = model
 
     def _body(self, alone: GenerateRequest, salt: str, first: int) -> bytes:
+        start = first if alone.want_routes else None
         return protocol.body(
             alone,
             0,
@@ -46,7 +50,8 @@ class Scorer(PromptScorer):
             stream=False,
             prompt_logprobs=alone.top_logprobs,
             max_tokens=1,
-            routes_start=first if alone.want_routes else None,
+            routes_start=None if self._routed else start,
+            passes_from=start if self._routed else None,
             by_priority=self._by_priority,
             in_pause=self._in_pause,
         )
@@ -60,11 +65,14 @@ class Scorer(PromptScorer):
             return chunk.error
         if not request.want_routes:
             return records, chunk.spans
-        if chunk.routes is None:
+        if chunk.routes is None and not self._routed:
             return "vLLM returned no routes (routed_experts) for a prompt, although they were asked for"
         try:
-            count = len(request.prompt) - first
-            routes = decode_routes(chunk.routes, self._shape, first=first, count=count)
+            asked = {"first": first, "count": len(request.prompt) - first}
+            if chunk.routes is None:
+                routes = routes_with(chunk.passes, self._shape, **asked)
+            else:
+                routes = decode_routes(chunk.routes, self._shape, **asked)
         except InvalidRoutes as error:
             raise InvalidAnswer(str(error)) from error
         # No pass scores the first prompt token.

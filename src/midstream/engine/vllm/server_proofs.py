@@ -75,8 +75,12 @@ class ServerProofs(ServedEngine[Staged]):
 
     def _scorer(self, weights: ServedWeights, *, in_pause: bool = False) -> Scorer:
         server, epochs, name = self._server, weights.epochs, weights.name
-        first = {"by_priority": server.by_priority, "in_pause": in_pause}
-        return Scorer(server.url, server.headers, epochs, self._shape, name, **first)
+        more = {
+            "by_priority": server.by_priority,
+            "in_pause": in_pause,
+            "routed": not server.returns_routes,
+        }
+        return Scorer(server.url, server.headers, epochs, self._shape, name, **more)
 
     async def _check_seeds(self) -> None:
         """Each rank draws a step's tokens itself, and computes the next step with what it drew. Raises NotExact, CallFailed."""

@@ -1,7 +1,7 @@
 """Which tokens limits and filters left for a draw: from vLLM's sampler to its scheduler, and from there to the token's answer.
 
-A worker puts the masks of a step, by request, beside what it answers to the scheduler. The scheduler puts each into the place
-that vLLM has for its own masks (--return-sampling-mask), which it passes on with the token.
+A worker puts the masks of a step, by request, beside what it answers to the scheduler, and other lists of numbers with them.
+The scheduler puts each into the place that vLLM has for its own masks (--return-sampling-mask), which go with the token.
 
 Always holds: a mask is of the tensor that the token was drawn from. vLLM's own part in this reads no mask.
 """
@@ -16,7 +16,7 @@ import numpy as np
 
 numbers = importlib.import_module("midstream_vllm_numbers")
 #: Of what a model runner answers.
-FIELD = "midstream_masks"
+FIELD = "midstream_said"
 
 
 def packed(kept: Any, names: Sequence[str]) -> dict[str, np.ndarray]:
@@ -38,13 +38,18 @@ def pack(ids: np.ndarray) -> np.ndarray:
     )
 
 
-def put(answer: Any, masks: Mapping[str, np.ndarray]) -> None:
-    """answer: a model runner's. One that is not complete yet has the output inside."""
-    setattr(getattr(answer, "_model_runner_output", answer), FIELD, masks)
+def put(answer: Any, said: Mapping[str, np.ndarray]) -> None:
+    """answer: a model runner's. One that is not complete yet has the output inside. said: by request, beside what is there."""
+    output = getattr(answer, "_model_runner_output", answer)
+    there = {name: [*lists] for name, lists in of(output).items()}
+    for name, one in said.items():
+        there.setdefault(name, []).append(one)
+    setattr(output, FIELD, there)
 
 
-def of(answer: Any) -> Mapping[str, np.ndarray]:
-    found: Mapping[str, np.ndarray] = getattr(answer, FIELD, {})
+def of(answer: Any) -> Mapping[str, Sequence[np.ndarray]]:
+    """By request, the lists of its token."""
+    found: Mapping[str, Sequence[np.ndarray]] = getattr(answer, FIELD, {})
     return found
 
 

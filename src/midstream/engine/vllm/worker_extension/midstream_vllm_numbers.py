@@ -12,6 +12,10 @@ a sampling mask, as a list of numbers: how many tokens came before, then the epo
 MASK asks for sampling masks, beside MARK. Then each token has one there, too: IDS and the ids that limits and filters left, or
 WORDS and 32 bits each, one for each id, lowest bit first. Spans begin with no negative number.
 
+ROUTES asks for the experts that computed each token. Its value is the first position of the prompt whose pass is wanted, or the
+last one. Each token has them in that place, too: ROWS, the position of the first pass, how many there are, and their bytes in
+words of 32 bits, as vLLM has them: [passes, layers, experts per token], of one byte each up to 256 experts, else of two.
+
 SESSION tells the scheduler whose KV a request is (midstream_vllm_kv.py): the session, when its next turn is likely, and how
 long its KV is kept for that, in seconds. LOOK is the call of /collective_rpc that the engine core answers with what is held.
 
@@ -29,6 +33,7 @@ NEAR = "midstream_near_ties"
 KV, ANY_AGE = "midstream_kv", -1
 SESSION, LOOK = "midstream_session", "midstream_look"
 MASK, IDS, WORDS = "midstream_masks", -1, -2
+ROUTES, ROWS = "midstream_routes", -3
 RANK_BASE = 1 << 40
 ITSELF = -1
 #: The bits of infinity. Those of numbers that are not finite are no smaller.

@@ -197,7 +197,7 @@ def _policy(request: Any) -> str:
 
 
 def telling(own: Any) -> Any:
-    """vLLM's scheduler class with a history, and with sampling masks; itself if it is none that this module knows."""
+    """vLLM's scheduler class with a history, and with what workers say of tokens; itself if it is none that this knows."""
     try:
         core = importlib.import_module(CORE).EngineCore
         lists = importlib.import_module(LISTS).SamplingMaskLists
@@ -237,15 +237,15 @@ def telling(own: Any) -> Any:
     def take(self: Any, scheduler_output: Any, answer: Any, *args: Any, **kwargs: Any) -> Any:
         history = self.midstream_history
         told = {} if history is None else history.told(scheduler_output)
-        left = masks.of(answer)
+        beside = masks.of(answer)
         outputs = update(self, scheduler_output, answer, *args, **kwargs)
         every = (output for of_client in outputs.values() for output in of_client.outputs)
-        for output in every if told or left else ():
-            name, saying = output.request_id, []
-            if name in told and output.new_token_ids:
-                saying.append(history.tell(output, told[name]))
-            if name in left and output.new_token_ids:
-                saying.append(left[name])
+        for output in every if told or beside else ():
+            name = output.request_id
+            if not output.new_token_ids:
+                continue
+            saying = [history.tell(output, told[name])] if name in told else []
+            saying += beside.get(name, ())
             if saying:
                 output.new_sampling_mask = masks.joined(saying, lists)
         return outputs

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 RUNNER, SAMPLER = "vllm.v1.worker.gpu_model_runner", "vllm.v1.sample.sampler"
+ROUTES = "midstream_vllm_routes"
 #: vLLM's values of `logprobs_mode`.
 RAW, AS_DRAWN = "raw_logprobs", "processed_logits"
 numbers = importlib.import_module("midstream_vllm_numbers")
@@ -260,7 +261,9 @@ def write(output: Any, rows: Rows, raw: RawRows | None) -> None:
 
 def install() -> None:
     try:
-        hook(importlib.import_module(RUNNER).GPUModelRunner, importlib.import_module(SAMPLER).Sampler)
+        runner = importlib.import_module(RUNNER).GPUModelRunner
+        hook(runner, importlib.import_module(SAMPLER).Sampler)
+        importlib.import_module(ROUTES).hook(runner)
     except (ImportError, AttributeError) as error:
-        # This is another version of vLLM. midstream finds out that it reports one number.
-        print(f"midstream: the sampler is as it was: {error}", flush=True)
+        # This is another version of vLLM. midstream finds out what it does not report.
+        print(f"midstream: the sampler is as it was, or there are no routes: {error}", flush=True)

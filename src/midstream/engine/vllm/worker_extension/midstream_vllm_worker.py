@@ -1,6 +1,7 @@
 """A worker extension of vLLM (--worker-extension-cls). It hooks the sampler, stages weights, and mends four defects on CPUs.
 
-midstream_vllm_sampler.py has the hook, and midstream_vllm_staged.py the staging, for any device. The defects are of vLLM 0.32.
+midstream_vllm_sampler.py and midstream_vllm_routes.py have hooks, and midstream_vllm_staged.py the staging, for any device. The
+defects are of vLLM 0.32.
 
 vLLM packs the weights of unquantized experts for its CPU kernel when it loads a model, but not when `reload_weights`
 replaces them. The kernel would then read the right numbers in the wrong order. Weights that a version packs by itself are
@@ -23,6 +24,7 @@ import importlib
 from typing import Any
 
 SAMPLER_HOOK, DIGEST, STAGED = "midstream_vllm_sampler", "midstream_vllm_digest", "midstream_vllm_staged"
+ROUTES = "midstream_vllm_routes"
 METHODS = "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method"
 LAYERWISE = "vllm.model_executor.model_loader.reload.layerwise"
 LORA_OPS = "vllm.lora.ops.torch_ops.lora_ops"
@@ -35,6 +37,10 @@ class Worker:
     def midstream_one_number(self: Any) -> str:
         """Why this worker returns one log-probability per token; empty if it returns both."""
         return str(importlib.import_module(SAMPLER_HOOK).why_not(self.model_runner))
+
+    def midstream_no_routes(self: Any) -> str:
+        """Why this worker does not say which experts computed a token; empty if it does."""
+        return str(importlib.import_module(ROUTES).why_not(self.model_runner))
 
     def midstream_dtype(self: Any) -> str:
         """Of the weights, as midstream's thresholds of near ties are."""
