@@ -40,6 +40,8 @@ from midstream.engine.vllm.worker_extension.midstream_vllm_numbers import (
     NEAR_GREEDY,
     NEAR_TOP_K,
     RANK_BASE,
+    ROUTES,
+    ROWS,
     SESSION,
     TIE_PLACE,
 )
@@ -242,6 +244,8 @@ class FakeRequest:
             token = (self.sampling.get("allowed_token_ids") or (token_at(position, self.weights),))[0]
             if MASK in self.sampling.get("extra_args", {}) and not self.fake.no_masks:
                 self.telling.append([IDS, *self._left(token)])
+            if ROUTES in self.sampling.get("extra_args", {}) and self.fake.notes_routes:
+                self.telling.append(self._rows(position))
             new.append((token, logprob_at(position, self.weights)))
             self.tokens.append(new[-1][0])
             self.versions.append(self.fake.version)
@@ -361,6 +365,16 @@ class FakeRequest:
         np.save(out, np.array(rows, dtype=np.uint8).reshape(-1, LAYERS, TOP_K))
         return base64.b64encode(out.getvalue()).decode()
 
+    def _rows(self, end: int) -> list[int]:
+        """What goes with the token at position `end`."""
+        (asked,) = self.sampling["extra_args"][ROUTES]
+        first = end - 1 if self.tokens else asked
+        moved = self.fake.moves_routes if self.tokens else 0
+        rows = [route_at(p + moved) for p in range(first, end)]
+        data = np.array(rows, dtype=np.uint8).tobytes()
+        words = np.frombuffer(data + bytes(-len(data) % 4), "<u4")
+        return [ROWS, first + self.fake.misplaces_routes, len(rows), *map(int, words)]
+
     def scored(self) -> dict[str, Any]:
         """What a request for prompt_logprobs is answered with."""
         if asked := "prompt_logprobs" in self.sampling:
@@ -413,6 +427,10 @@ class FakeVllm:
         self.one_number = ""
         # It says of no token that it was near another one, or what was left for its draw.
         self.no_ties = self.no_masks = False
+        # Its workers note what routers choose; the rows of later tokens are of passes so far behind, and so far off by name.
+        self.notes_routes = True
+        self.no_routes = ""
+        self.moves_routes = self.misplaces_routes = 0
         # Answers of a digest before the last one, whether one was asked for, and whether each load has another one.
         self.digest_pieces = 1
         self.digested = asyncio.Event()
@@ -719,6 +737,8 @@ class FakeVllm:
                 return self._beside(**kwargs)
             case "midstream_one_number":
                 return 200, {"results": [self.one_number] * self.ranks}
+            case "midstream_no_routes":
+                return 200, {"results": [self.no_routes] * self.ranks}
             case "midstream_digest":
                 self.digested.set()
                 self._pieces = 0 if kwargs["begin"] else self._pieces + 1

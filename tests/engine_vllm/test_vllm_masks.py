@@ -122,7 +122,7 @@ def test_the_scheduler_passes_a_mask_on_with_its_token_beside_what_it_says_of_kv
     for number in range(2):
         step = world.scheduler.schedule()
         answer = Answer({asked.request_id: number, quiet.request_id: number})
-        answer.midstream_masks = {name: np.array([IDS, number, 9]) for name in answer}
+        answer.midstream_said = {name: [np.array([IDS, number, 9])] for name in answer}
         outputs = world.scheduler.update_from_output(step, answer)[0].outputs
         said.append({output.request_id: output.new_sampling_mask.to_nested_list() for output in outputs})
     assert said[0][quiet.request_id] == [[IDS, 0, 9]]
