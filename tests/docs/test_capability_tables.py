@@ -28,7 +28,7 @@ ENGINES: dict[str, tuple[EngineCard, EngineCard]] = {
         vllm_card("0.32.0", by_priority=False, no_full_snapshots="not proved"),
         vllm_card(
             "0.32.0",
-            no_routes="",
+            no_routes={},
             no_policies="",
             no_crossing="",
             no_numbers={},

@@ -145,6 +145,16 @@ def route_at(position: int) -> list[list[int]]:
     ]
 
 
+def weights_at(position: int) -> list[list[float]]:
+    """Of the experts of `route_at`."""
+    return [[0.5 + (position % 7) / 16, (layer + 1) / 8] for layer in range(LAYERS)]
+
+
+def weights_bytes(position: int) -> bytes:
+    every = enumerate(weights_at(position))
+    return np.array([given for layer, given in every if layer != DENSE], dtype="<f4").tobytes()
+
+
 def route_bytes(position: int) -> bytes:
     return bytes(e for layer, experts in enumerate(route_at(position)) if layer != DENSE for e in experts)
 
@@ -367,12 +377,16 @@ class FakeRequest:
 
     def _rows(self, end: int) -> list[int]:
         """What goes with the token at position `end`."""
-        (asked,) = self.sampling["extra_args"][ROUTES]
+        asked, weights = self.sampling["extra_args"][ROUTES]
         first = end - 1 if self.tokens else asked
         moved = self.fake.moves_routes if self.tokens else 0
         rows = [route_at(p + moved) for p in range(first, end)]
         data = np.array(rows, dtype=np.uint8).tobytes()
-        words = np.frombuffer(data + bytes(-len(data) % 4), "<u4")
+        data += bytes(-len(data) % 4)
+        if weights and not self.fake.no_weights:
+            moved = self.fake.moves_weights if self.tokens else 0
+            data += np.array([weights_at(p + moved) for p in range(first, end)], dtype="<f4").tobytes()
+        words = np.frombuffer(data, "<u4")
         return [ROWS, first + self.fake.misplaces_routes, len(rows), *map(int, words)]
 
     def scored(self) -> dict[str, Any]:
@@ -429,8 +443,9 @@ class FakeVllm:
         self.no_ties = self.no_masks = False
         # Its workers note what routers choose; the rows of later tokens are of passes so far behind, and so far off by name.
         self.notes_routes = True
-        self.no_routes = ""
-        self.moves_routes = self.misplaces_routes = 0
+        self.no_routes = self.no_router_weights = ""
+        self.moves_routes = self.misplaces_routes = self.moves_weights = 0
+        self.no_weights = False
         # Answers of a digest before the last one, whether one was asked for, and whether each load has another one.
         self.digest_pieces = 1
         self.digested = asyncio.Event()
@@ -738,7 +753,8 @@ class FakeVllm:
             case "midstream_one_number":
                 return 200, {"results": [self.one_number] * self.ranks}
             case "midstream_no_routes":
-                return 200, {"results": [self.no_routes] * self.ranks}
+                why = self.no_routes or (self.no_router_weights if kwargs["weights"] else "")
+                return 200, {"results": [why] * self.ranks}
             case "midstream_digest":
                 self.digested.set()
                 self._pieces = 0 if kwargs["begin"] else self._pieces + 1

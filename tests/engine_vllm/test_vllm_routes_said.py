@@ -7,6 +7,7 @@ import importlib
 import json
 import random
 import sys
+from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fake_vllm import FakeVllm, route_bytes, until
+from fake_vllm import FakeVllm, route_bytes, until, weights_bytes
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from msgspec import structs
@@ -55,6 +56,10 @@ def row_of(name: str, position: int) -> list[list[int]]:
     ]
 
 
+def weights_of(name: str, position: int) -> list[list[float]]:
+    return [[(position + 1) / 32, (len(name) + layer) / 8] for layer in range(LAYERS)]
+
+
 class Capturer:
     """As vLLM's RoutedExpertsCapturer."""
 
@@ -63,6 +68,50 @@ class Capturer:
     def __init__(self, max_num_batched_tokens: int, vllm_config: Any) -> None:
         self.device_buffer = torch.zeros((max_num_batched_tokens, LAYERS, TOP_K), dtype=torch.int32)
 
+    def capture(self, layer_id: int, found: torch.Tensor) -> None:
+        self.device_buffer[: len(found), layer_id] = found
+
+
+class Router:
+    """The choices of a step are given to it, as [tokens, layers, experts]."""
+
+    capture_fn: Any = None
+
+    def __init__(self, layer: int) -> None:
+        self.layer = layer
+
+    def select_experts(
+        self, chosen: torch.Tensor, weights: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.capture_fn is not None:
+            self.capture_fn(chosen[:, self.layer])
+        return weights[:, self.layer], chosen[:, self.layer]
+
+
+class MoERunner:
+    is_monolithic = False
+    routed_scaling_factor = 1.0
+
+    def __init__(self, layer: int) -> None:
+        self.layer_id = layer
+        self.router = Router(layer)
+        self.routed_experts = SimpleNamespace(apply_router_weight_on_input=False)
+
+
+class Model:
+    def __init__(self) -> None:
+        self.layers = [MoERunner(layer) for layer in range(LAYERS)]
+
+    def modules(self) -> list[Any]:
+        return [self, *self.layers]
+
+    def forward(self, passes: list[tuple[str, int]]) -> None:
+        chosen = torch.tensor([row_of(*each) for each in passes])
+        weights = torch.tensor([weights_of(*each) for each in passes])
+        for layer in self.layers:
+            given, ids = layer.router.select_experts(chosen=chosen, weights=weights)
+            assert (given.shape, ids.shape) == ((len(passes), TOP_K),) * 2
+
 
 @pytest.fixture
 def capturing(monkeypatch: pytest.MonkeyPatch) -> Any:
@@ -70,7 +119,8 @@ def capturing(monkeypatch: pytest.MonkeyPatch) -> Any:
     module = ModuleType(CAPTURER)
 
     def bind(model: Any, capturer: Any) -> None:
-        model.capturer = capturer
+        for layer in model.layers:
+            layer.router.capture_fn = partial(capturer.capture, layer.layer_id)
 
     module.RoutedExpertsCapturer, module.bind_routed_experts_capturer = Capturer, bind  # type: ignore[attr-defined]
     parts = CAPTURER.split(".")
@@ -88,7 +138,7 @@ def runner_class() -> type[Any]:
         execute_model_state: Any = None
 
         def __init__(self, **parallel: Any) -> None:
-            self.model = SimpleNamespace(capturer=None)
+            self.model = Model()
             self.vllm_config = SimpleNamespace(
                 parallel_config=SimpleNamespace(**parallel),
                 scheduler_config=SimpleNamespace(max_num_batched_tokens=BATCHED),
@@ -105,14 +155,12 @@ def runner_class() -> type[Any]:
         def step(self, scheduled: dict[str, int]) -> Any:
             names = [*scheduled]
             self.input_batch = SimpleNamespace(req_ids=names, num_reqs=len(names), sampling_metadata=object())
-            offset = 0
+            passes: list[tuple[str, int]] = []
             for place, (name, count) in enumerate(scheduled.items()):
-                self.query_start_loc.np[place] = offset
+                self.query_start_loc.np[place] = len(passes)
                 begin = self.requests[name].num_computed_tokens
-                for position in range(begin, begin + count):
-                    if self.model.capturer is not None:
-                        self.model.capturer.device_buffer[offset] = torch.tensor(row_of(name, position))
-                    offset += 1
+                passes += [(name, position) for position in range(begin, begin + count)]
+            self.model.forward(passes)
             self.execute_model_state = SimpleNamespace(
                 scheduler_output=SimpleNamespace(num_scheduled_tokens=scheduled)
             )
@@ -125,14 +173,14 @@ def runner_class() -> type[Any]:
     return Runner
 
 
-def running(routes: Any, prompts: dict[str, tuple[int, int | None]]) -> Any:
-    """prompts: by request, the size of its prompt and the first pass that it asks for."""
+def running(routes: Any, prompts: dict[str, tuple[int, int | None]], weighed: str = "") -> Any:
+    """prompts: by request, the size of its prompt and the first pass asked for. weighed: the one that asks for weights."""
     kind = runner_class()
     routes.hook(kind)
     runner = kind()
     assert runner.initialize_kv_cache(None) == "initialized"
     for name, (size, first) in prompts.items():
-        extra = {} if first is None else {ROUTES: [first]}
+        extra = {} if first is None else {ROUTES: [first, int(name == weighed)]}
         runner.requests[name] = SimpleNamespace(
             num_prompt_tokens=size,
             num_computed_tokens=0,
@@ -147,9 +195,14 @@ def said(answer: Any, name: str) -> Any:
     return None if lists is None else read_rows(lists[0].tolist())
 
 
-def rows_of(passes: Any) -> list[Any]:
-    array = np.frombuffer(passes.data, np.uint8)[: passes.count * LAYERS * TOP_K]
-    return [*array.reshape(passes.count, LAYERS, TOP_K).tolist()]
+def read(passes: Any, *, weights: bool) -> list[Any]:
+    shape = structs.replace(SHAPE, moe_layers=(0, 1, 2))
+    return routes_with([passes], shape, first=passes.first, count=passes.count, weights=weights)
+
+
+def expected(name: str, position: int, *, weights: bool) -> tuple[bytes, bytes | None]:
+    shares = np.array(weights_of(name, position), dtype="<f4").tobytes()
+    return np.array(row_of(name, position), dtype=np.uint8).tobytes(), shares if weights else None
 
 
 @given(st.randoms(use_true_random=False))
@@ -163,7 +216,8 @@ def test_each_token_has_the_row_of_its_pass_however_prompts_are_cut_and_requests
     for number in range(chance.randrange(1, 5)):
         size = chance.randrange(1, 30)
         prompts["r" * (number + 1)] = (size, chance.choice((None, size - 1, chance.randrange(size))))
-    runner = running(routes, prompts)
+    weighed = chance.choice(["", *prompts])
+    runner = running(routes, prompts, weighed)
     got: dict[str, list[Any]] = {name: [] for name in prompts}
     for _ in range(40):
         scheduled: dict[str, int] = {}
@@ -193,7 +247,10 @@ def test_each_token_has_the_row_of_its_pass_however_prompts_are_cut_and_requests
                 continue
             begin = first if number == 0 else size + number - 1
             assert (passes.first, passes.count) == (begin, size + number - begin)
-            assert rows_of(passes) == [row_of(name, p) for p in range(begin, size + number)]
+            weights = name == weighed
+            assert read(passes, weights=weights) == [
+                expected(name, p, weights=weights) for p in range(begin, size + number)
+            ]
 
 
 def test_rows_travel_beside_a_mask_of_the_same_token(routes: Any, capturing: Any) -> None:
@@ -210,7 +267,8 @@ def test_rows_travel_beside_a_mask_of_the_same_token(routes: Any, capturing: Any
 
 def test_what_no_router_wrote_is_not_sent(routes: Any, capturing: Any) -> None:
     runner = running(routes, {"a": (4, 3)})
-    runner.model.capturer = None
+    for layer in runner.model.layers:
+        layer.router.capture_fn = None
     passes = said(runner.step({"a": 4}), "a")
     assert (passes.first, passes.count) == (3, 0)
     with pytest.raises(InvalidRoutes, match="0 passes from position 3"):
@@ -254,9 +312,33 @@ def test_a_model_or_a_version_without_such_notes_says_so(routes: Any, capturing:
         runner.requests["a"] = SimpleNamespace(
             num_prompt_tokens=2,
             num_computed_tokens=0,
-            sampling_params=SimpleNamespace(extra_args={ROUTES: [1]}),
+            sampling_params=SimpleNamespace(extra_args={ROUTES: [1, 0]}),
         )
         assert said(runner.step({"a": 2}), "a") is None
+
+
+@pytest.mark.parametrize(
+    ("part", "field", "value", "why"),
+    [
+        ("routed_experts", "apply_router_weight_on_input", True, "multiply their inputs"),
+        ("", "routed_scaling_factor", 2.5, "the sum of its experts once more"),
+        ("", "is_monolithic", True, "has the router inside"),
+        ("", "router", SimpleNamespace(), "has the router inside"),
+    ],
+)
+def test_weights_that_are_not_what_outputs_count_are_not_noted(
+    routes: Any, capturing: Any, part: str, field: str, value: Any, why: str
+) -> None:
+    kind = runner_class()
+    routes.hook(kind)
+    runner = kind()
+    layer = runner.model.layers[1]
+    setattr(getattr(layer, part) if part else layer, field, value)
+    before = [each.router for each in runner.model.layers]
+    runner.initialize_kv_cache(None)
+    assert routes.why_not(runner) == ""
+    assert why in routes.why_not(runner, weights=True)
+    assert all("select_experts" not in vars(router) for router in before)
 
 
 @pytest.mark.parametrize(("kind", "experts"), [("uint8", 256), ("uint16", 400)])
@@ -270,7 +352,7 @@ def test_what_is_packed_is_read_again(routes: Any, kind: str, experts: int, top_
         )
         passes = read_rows(routes.pack(7, rows, np.dtype(kind)).tolist())
         found = routes_with([passes], shape, first=7, count=count)
-        assert found == [row[1:].astype(kind).tobytes() for row in rows]
+        assert found == [(row[1:].astype(kind).tobytes(), None) for row in rows]
         with pytest.raises(InvalidRoutes, match="bytes of"):
             routes_with([passes], structs.replace(shape, hidden_layers=LAYERS + 3), first=7, count=count)
 
@@ -323,6 +405,12 @@ async def test_tokens_come_with_their_routes_as_they_are_sampled(tmp_path: Path)
         size = len(request.prompt)
         assert [r.route for r in reading.records()] == [route_bytes(size - 1 + i) for i in range(4)]
         assert [r.route for r in (await plain.ended()).records()] == [None] * 4
+        assert {r.router_weights for r in reading.records()} == {None}
+        asked = replace(routed("weighed"), want_router_weights=True)
+        weighed, (request,) = await begun(engine, fake, asked)
+        request.to_the_end()
+        records = (await weighed.ended()).records()
+        assert [r.router_weights for r in records] == [weights_bytes(size - 1 + i) for i in range(4)]
 
 
 @in_a_loop
@@ -332,6 +420,11 @@ async def test_routes_of_a_prompt_come_with_its_scores(tmp_path: Path) -> None:
         reading = await Reading(engine, asked).ended()
         (records,) = prompt_of(reading)
         assert [r.route for r in records] == [route_bytes(i - 1) for i in range(len(PROMPT) - 5, len(PROMPT))]
+        weighed = structs.replace(asked, request_id="weighed", want_router_weights=True)
+        (records,) = prompt_of(await Reading(engine, weighed).ended())
+        assert [r.router_weights for r in records] == [
+            weights_bytes(i - 1) for i in range(len(PROMPT) - 5, len(PROMPT))
+        ]
         fake.notes_routes = False
         lost = await Reading(engine, routed("lost", prompt=PROMPT, max_tokens=0, prompt_records=5)).ended()
         assert "routes of 0 passes" in lost.errors[0]
@@ -380,5 +473,31 @@ def test_a_server_that_fails_the_proof_says_why_on_its_card(
             card = engine._info().card
             assert not card.has("routes")
             assert why in card.why["routes"]
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("lacks", "value", "why"),
+    [
+        ("no_router_weights", "made up by the test", "made up by the test"),
+        ("no_weights", True, "bytes of "),
+        ("moves_weights", 1, "gives the experts of an answer other weights"),
+        ("routes", True, "vLLM's own routes come without them"),
+    ],
+)
+def test_a_server_may_have_routes_without_the_weights_of_routers(
+    tmp_path: Path, lacks: str, value: Any, why: str
+) -> None:
+    async def main() -> None:
+        def set_up(fake: FakeVllm) -> None:
+            noting(fake)
+            setattr(fake, lacks, value)
+
+        async with attached(tmp_path, set_up=set_up) as (engine, _):
+            card = engine._info().card
+            assert card.has("routes")
+            assert not card.has("router_weights")
+            assert why in card.why["router_weights"]
 
     asyncio.run(main())

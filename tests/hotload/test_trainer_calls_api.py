@@ -144,7 +144,7 @@ def test_an_update_in_a_pause_that_holds_up_the_proof_is_answered_before_it(tmp_
     """prime-rl resumes only once its update was answered. Engines that can prove the weights in the pause do."""
 
     async def work(server: Server) -> None:
-        card, keep = vllm_card("1", no_routes=""), Pause(1, "keep")
+        card, keep = vllm_card("1", no_routes={}), Pause(1, "keep")
         for index in range(3):
             server.report(index, card=card)
         paused = asyncio.create_task(server.http.post("/pause?mode=keep&clear_cache=false"))

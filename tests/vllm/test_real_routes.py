@@ -1,5 +1,7 @@
 """The routes of a real vLLM server with experts: each number is that of a plain forward pass which is made to take them.
 
+So are the weights of routers.
+
 There are filters, grammars and masks, two choices of a prompt, preemptions, resumes, scored prompts, and a swap under streams.
 """
 
@@ -35,12 +37,14 @@ from midstream.core.types import GenerateRequest, SamplingParams, TokenRecord
 
 TOKENS_MIN = of_tier(fast=2_000, test=2_000, all=10_000)
 EXPERTS, TOP_K = 8, 2
+# As `midstream verify` has it: four times that of log-probabilities.
+WEIGHTS_TOLERANCE = 4 * TOLERANCE
 #: Prompts whose records are asked for.
 SCORED = 6
 
 
 def with_routes(request: GenerateRequest) -> GenerateRequest:
-    return replace(request, want_routes=True)
+    return replace(request, want_routes=True, want_router_weights=request.sampling.seed % 2 == 0)
 
 
 async def scored(served: Served, number: int) -> tuple[tuple[int, ...], tuple[TokenRecord, ...]]:
@@ -51,6 +55,7 @@ async def scored(served: Served, number: int) -> tuple[tuple[int, ...], tuple[To
         sampling=SamplingParams(max_tokens=0),
         prompt_records=len(prompt),
         want_routes=True,
+        want_router_weights=True,
     )
     records: list[TokenRecord] = []
     async for event in served.engine.generate(asked):
@@ -65,6 +70,8 @@ class Routed:
     def __init__(self, snapshots: dict[str, Path]) -> None:
         self._passes = Recomputer(snapshots)
         self.checked, self.worst = 0, 0.0
+        # Passes whose weights of routers were compared, and the largest difference.
+        self.weighed, self.weight_off = 0, 0.0
         # Routes that were compared with what the plain pass would have chosen, and those that were others.
         self.own, self.others = 0, 0
 
@@ -87,6 +94,13 @@ class Routed:
         self.worst = max(self.worst, off(made))
         self.checked += len(records)
         self._compare(self._passes.passes(ids, kv), routes, first)
+        for place, record in enumerate(records):
+            if record.router_weights is not None:
+                given = np.frombuffer(record.router_weights, "<f4").reshape(routes.shape[1:])
+                self.weight_off = max(
+                    self.weight_off, float(np.abs(given - made.weights[first + place]).max())
+                )
+                self.weighed += 1
 
     def _compare(self, own: Passes, routes: np.ndarray, first: int) -> None:
         """Up to the first choice that a rounding may have made another one."""
@@ -117,6 +131,7 @@ def test_numbers_are_those_of_passes_that_take_the_routes_which_came_with_the_to
         async with engine_of(places["base"], tmp_path / "cache", BLOCKS) as served:
             card = served.engine._info().card
             assert card.has("routes"), card.why
+            assert card.has("router_weights"), card.why
             coming = map(with_routes, requests("routes"))
             every = len(KINDS) * len(TEMPERATURES) + len(COLD)
             while sum(len(one.records) for one in served.drawn) < TOKENS_MIN:
@@ -143,7 +158,8 @@ def test_numbers_are_those_of_passes_that_take_the_routes_which_came_with_the_to
     with capsys.disabled():
         print(
             f"\n{routed.checked} tokens over the routes that came with them, at most {routed.worst:.1e} off; {routed.own} "
-            f"choices as the plain pass makes them but for {routed.others}; {preempted} preemptions"
+            f"choices as the plain pass makes them but for {routed.others}; weights of {routed.weighed} passes, at most "
+            f"{routed.weight_off:.1e} off; {preempted} preemptions"
         )
     computed_again(
         "qwen3_moe",
@@ -151,8 +167,11 @@ def test_numbers_are_those_of_passes_that_take_the_routes_which_came_with_the_to
         worst=routed.worst,
         wrong=routed.others,
         choices_of_experts=routed.own,
+        passes_with_router_weights=routed.weighed,
         preemptions=preempted,
     )
     assert routed.checked >= TOKENS_MIN
     assert routed.own > TOKENS_MIN
     assert routed.others == 0
+    assert routed.weighed > TOKENS_MIN // 4
+    assert routed.weight_off <= WEIGHTS_TOLERANCE

@@ -37,7 +37,15 @@ RECOMPUTED = {
     "test_real_policy_provenance": "two adapters and the base, swapped in turn",
 }
 #: What else a run counts there.
-EXTRA = ("over_several_snapshots", "snapshots", "labels", "masks", "choices_of_experts", "preemptions")
+EXTRA = (
+    "over_several_snapshots",
+    "snapshots",
+    "labels",
+    "masks",
+    "choices_of_experts",
+    "passes_with_router_weights",
+    "preemptions",
+)
 BEGIN_NUMBERS, END_NUMBERS = "<!-- begin: numbers -->\n", "<!-- end: numbers -->\n"
 
 

@@ -40,7 +40,8 @@ class Token(msgspec.Struct, frozen=True, gc=False):
 
 class Passes(msgspec.Struct, frozen=True, gc=False):
     """What the routers chose in `count` passes, from that over position `first` on. data: bytes of [passes, layers, experts per
-    token], uint8 up to 256 experts, else little-endian uint16."""
+    token], uint8 up to 256 experts, else little-endian uint16; filled up to words of 32 bits. Behind them the weights of the
+    routers may follow, of the same shape, in little-endian float32."""
 
     first: int
     count: int

@@ -197,11 +197,12 @@ class ChoiceStream:
                 token.logprob,
                 sampling,
                 snapshot,
-                routes[place] if routes else None,
+                routes[place][0] if routes else None,
                 token.top,
                 token.near_tie,
                 constrained=self._constrained,
                 mask=chunk.masks[place] if chunk.masks else self._mask,
+                router_weights=routes[place][1] if routes else None,
             )
             self._held.append(record)
         return not (chunk.kv or self.labels.expects) or self._hear(len(chunk.tokens), chunk.kv)
@@ -237,8 +238,9 @@ class ChoiceStream:
         """Of so many tokens. Raises InvalidAnswer."""
         raise InvalidAnswer("nothing reads them")
 
-    def _routes_with(self, chunk: Chunk, before: int) -> Sequence[bytes]:
-        """Of its tokens. before: how many came before them. Raises InvalidAnswer."""
+    def _routes_with(self, chunk: Chunk, before: int) -> Sequence[tuple[bytes, bytes | None]]:
+        """Of its tokens, with the weights of routers where they were asked for. before: how many came before them.
+        Raises InvalidAnswer."""
         raise InvalidAnswer("nothing reads them")
 
     def _end(self) -> None:

@@ -23,7 +23,6 @@ from midstream.engine.servers.gpus import GPUS, visible
 LACKS = {
     "cached_prompt_logprobs": "it computes a prompt from its first token if its log-probabilities are asked for",
     "reproducible_sampling": "a row's numbers depend on what it is batched with, and a resumed stream draws other numbers",
-    "router_weights": "vLLM does not return them",
     "router_ties": "vLLM does not return what a router chose by",
     "policy_base": "a vLLM server holds one set of weights, which policies stand on",
     "resident_snapshots": "a vLLM server holds one set of weights",
@@ -31,8 +30,9 @@ LACKS = {
 }
 
 
-#: Why tokens have no routes, unless the proof at the start says otherwise (routes_proof.py).
-UNROUTED = "vLLM was not seen to say which experts computed a token"
+#: What another proof at the start is about (routes_proof.py), and why a server lacks it until it has passed.
+ROUTED = ("routes", "router_weights")
+UNROUTED = dict.fromkeys(ROUTED, "vLLM was not seen to say which experts computed a token")
 #: Why there are no policies, unless the proof at the start says otherwise.
 NO_LORA = "vLLM runs without --enable-lora"
 #: What the proof at the start is about (sampling_proof.py), and why a server lacks it until it has passed.
@@ -67,7 +67,7 @@ BESIDE_POLICIES = "vLLM would have to take adapters off while a trainer writes (
 def vllm_card(
     version: str,
     *,
-    no_routes: str = UNROUTED,
+    no_routes: Mapping[str, str] = UNROUTED,
     by_priority: bool = True,
     no_policies: str = NO_LORA,
     no_crossing: str = UNCROSSED,
@@ -79,7 +79,7 @@ def vllm_card(
     no_provenance: str = UNTOLD,
     no_session_kv: str = UNHELD,
 ) -> EngineCard:
-    """no_routes: why it does not say which experts computed a token; empty if it does. by_priority: it goes by priority.
+    """no_routes: those of ROUTED that it lacks, with the reasons. by_priority: it goes by priority.
 
     no_policies: why it serves none; empty if it does. no_crossing: why their streams keep an adapter; empty if
     they cross its swaps. no_full_snapshots: why it takes none; empty if it does.
@@ -88,9 +88,8 @@ def vllm_card(
     no_short_swap: why its workers stage no weights; empty if they do. no_provenance: why it is unknown what computed KV.
     no_session_kv: why it keeps no KV for a session's next turn.
     """
-    why = dict(no_numbers)
+    why = {**no_numbers, **no_routes}
     lacks = {
-        "routes": no_routes,
         "policies": no_policies,
         "policy_crossing": no_policies or no_crossing,
         "full_snapshots": no_full_snapshots,

@@ -59,10 +59,10 @@ class VllmChoice(ChoiceStream):
         except InvalidRoutes as error:
             raise InvalidAnswer(str(error)) from error
 
-    def _routes_with(self, chunk: Chunk, before: int) -> Sequence[bytes]:
-        first = self.prompt_size - 1 + before
+    def _routes_with(self, chunk: Chunk, before: int) -> Sequence[tuple[bytes, bytes | None]]:
+        asked = {"first": self.prompt_size - 1 + before, "count": len(chunk.tokens)}
         try:
-            return routes_with(chunk.passes, self._shape, first=first, count=len(chunk.tokens))
+            return routes_with(chunk.passes, self._shape, **asked, weights=self._request.want_router_weights)
         except InvalidRoutes as error:
             raise InvalidAnswer(str(error)) from error
 

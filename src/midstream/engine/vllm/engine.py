@@ -90,7 +90,7 @@ class VllmEngine(VllmLife):
             salt=salt,
             stream=True,
             routes_start=size - request.want_routes if late else None,
-            passes_from=size - 1 if request.want_routes and not late else None,
+            passes_from=(size - 1, request.want_router_weights) if request.want_routes and not late else None,
             by_priority=self._server.by_priority,
             **asked,
             tie=numbers.tie if "near_ties" in numbers.features else 0.0,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -29,7 +30,7 @@ from midstream.engine.vllm.arguments import (
 )
 from midstream.engine.vllm.in_place import VllmInPlace
 from midstream.engine.vllm.kv_capacity import kv_of_server
-from midstream.engine.vllm.routes_proof import why_no_routes
+from midstream.engine.vllm.routes_proof import prove_routes
 from midstream.engine.vllm.sampling_proof import Proved, prove_numbers
 from midstream.engine.vllm.server import VllmServer
 from midstream.engine.vllm.server_proofs import LoadsFail, ServerProofs
@@ -61,8 +62,8 @@ class VllmLife(ServerProofs):
     _names_alternatives = True
     _ranks = 1
     _numbers = Proved()
-    # Why tokens have no routes; empty if they have.
-    _no_routes = UNROUTED
+    # What it lacks of routes, with the reasons.
+    _no_routes: Mapping[str, str] = UNROUTED
     # Why it is unknown which weights computed KV; empty if its scheduler says so.
     _no_provenance = UNTOLD
     # Why nothing is checked in a pause; empty if weights are.
@@ -156,7 +157,7 @@ class VllmLife(ServerProofs):
         self._no_full = ""
         self._no_short_swap = await self._prove_loads()
         self._numbers = await prove_numbers(self._server, self._control, self._sizes)
-        self._no_routes = await why_no_routes(self._server, self._control, self._sizes, self._shape)
+        self._no_routes = await prove_routes(self._server, self._control, self._sizes, self._shape)
         self._no_frozen_check = await self._prove_frozen_check()
         self._no_provenance = await self._prove_provenance()
         url, headers = self._server.url, self._server.headers

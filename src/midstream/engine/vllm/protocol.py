@@ -322,7 +322,7 @@ def body(
     kv: tuple[int, int] | None = None,
     masks: bool = False,
     session: tuple[str, float, float] | None = None,
-    passes_from: int | None = None,
+    passes_from: tuple[int, bool] | None = None,
 ) -> bytes:
     """The request body for one choice. The request must have no `problem`.
 
@@ -333,7 +333,7 @@ def body(
     in_pause: compute it in a pause, too, if it is urgent. both: ask for both log-probabilities, as the proof has shown that the
     server gives them. tie: and for near ties, within this share of the largest logit. kv: the value of KV, for midstream's
     scheduler. masks: ask for sampling masks, too, beside both. session: the value of SESSION, for the scheduler.
-    passes_from: have the routes of passes come with the tokens, from this one of the prompt on.
+    passes_from: have the routes of passes come with the tokens, from this one of the prompt on, and whether with weights.
     """
     emitted = request.emitted_of(choice)
     limit = request.sampling.max_tokens - len(emitted) if max_tokens is None else max_tokens
@@ -344,7 +344,7 @@ def body(
     if prompt_logprobs is not None:
         sampling["prompt_logprobs"] = prompt_logprobs
     marks = {MARK: both, NEAR: both and tie and (tie, SUM_ROUNDING), MASK: masks, KV: kv, SESSION: session}
-    marks[ROUTES] = None if passes_from is None else (passes_from,)
+    marks[ROUTES] = None if passes_from is None else (passes_from[0], int(passes_from[1]))
     if extra := {name: value for name, value in marks.items() if value}:
         sampling["extra_args"] = extra
     if routes_start is not None:

@@ -72,28 +72,44 @@ def read_rows(numbers: Sequence[int]) -> Passes:
     return Passes(first, count, np.array(words, dtype="<u4").tobytes())
 
 
-def routes_with(passes: Sequence[Passes], shape: Shape, *, first: int, count: int) -> list[bytes]:
-    """As decode_routes, of what came with tokens: in order, and `count` in all. Raises InvalidRoutes."""
-    found: list[bytes] = []
+def routes_with(
+    passes: Sequence[Passes], shape: Shape, *, first: int, count: int, weights: bool = False
+) -> list[tuple[bytes, bytes | None]]:
+    """As decode_routes, of what came with tokens: in order, and `count` in all. weights: with those of routers, C-order
+    [moe_layers, top_k] bytes, little-endian float32. Raises InvalidRoutes."""
+    found: list[tuple[bytes, bytes | None]] = []
     for one in passes:
         if one.first != first + len(found) or one.count < 1:
             raise InvalidRoutes(
                 f"{one.count} passes from position {one.first} on, expected some from {first + len(found)} on"
             )
-        found += routes_of(_rows(one, shape), shape, first=one.first, count=one.count)
+        chosen, given = _rows(one, shape, weights=weights)
+        routes = routes_of(chosen, shape, first=one.first, count=one.count)
+        found += zip(routes, _weights(given, shape) if weights else [None] * one.count, strict=True)
     if len(found) != count:
         raise InvalidRoutes(f"routes of {len(found)} passes from position {first} on, expected {count}")
     return found
 
 
-def _rows(passes: Passes, shape: Shape) -> np.ndarray:
-    """[passes, layers, experts per token]. vLLM has all hidden layers."""
+def _rows(passes: Passes, shape: Shape, *, weights: bool) -> tuple[np.ndarray, np.ndarray]:
+    """Experts and weights, of [passes, layers, experts per token]. vLLM has all hidden layers."""
     kind = np.dtype(np.uint8 if shape.num_experts <= 256 else "<u2")
     form = (passes.count, shape.hidden_layers, shape.top_k)
     size = math.prod(form) * kind.itemsize
-    if len(passes.data) != size + -size % 4:
-        raise InvalidRoutes(f"{len(passes.data)} bytes of {passes.count} passes, expected {size}")
-    return np.frombuffer(passes.data[:size], kind).reshape(form)
+    words = size + -size % 4
+    expected = words + weights * math.prod(form) * 4
+    if len(passes.data) != expected:
+        raise InvalidRoutes(f"{len(passes.data)} bytes of {passes.count} passes, expected {expected}")
+    given = np.frombuffer(passes.data[words:], "<f4")
+    return np.frombuffer(passes.data[:size], kind).reshape(form), given.reshape(form) if weights else given
+
+
+def _weights(given: np.ndarray, shape: Shape) -> list[bytes]:
+    """given: [passes, layers, experts per token]."""
+    of_experts = given[:, list(shape.moe_layers), :]
+    if not np.isfinite(of_experts).all():
+        raise InvalidRoutes("weights of routers that are not finite")
+    return [row.tobytes() for row in of_experts]
 
 
 def _array(data: str) -> np.ndarray:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from msgspec.structs import replace
 
 from midstream.core.types import GenerateRequest
-from midstream.engine.servers.chunks import InvalidAnswer, alternatives
+from midstream.engine.servers.chunks import Chunk, InvalidAnswer, alternatives
 from midstream.engine.servers.labels import Epochs
 from midstream.engine.servers.model import Shape
 from midstream.engine.servers.routes import InvalidRoutes
@@ -41,7 +43,6 @@ class Scorer(PromptScorer):
         self._model = model
 
     def _body(self, alone: GenerateRequest, salt: str, first: int) -> bytes:
-        start = first if alone.want_routes else None
         return protocol.body(
             alone,
             0,
@@ -50,8 +51,8 @@ class Scorer(PromptScorer):
             stream=False,
             prompt_logprobs=alone.top_logprobs,
             max_tokens=1,
-            routes_start=None if self._routed else start,
-            passes_from=start if self._routed else None,
+            routes_start=first if alone.want_routes and not self._routed else None,
+            passes_from=(first, alone.want_router_weights) if self._routed and alone.want_routes else None,
             by_priority=self._by_priority,
             in_pause=self._in_pause,
         )
@@ -68,14 +69,20 @@ class Scorer(PromptScorer):
         if chunk.routes is None and not self._routed:
             return "vLLM returned no routes (routed_experts) for a prompt, although they were asked for"
         try:
-            asked = {"first": first, "count": len(request.prompt) - first}
-            if chunk.routes is None:
-                routes = routes_with(chunk.passes, self._shape, **asked)
-            else:
-                routes = decode_routes(chunk.routes, self._shape, **asked)
+            routes = self._routes(request, chunk, first=first, count=len(request.prompt) - first)
         except InvalidRoutes as error:
             raise InvalidAnswer(str(error)) from error
         # No pass scores the first prompt token.
         unrouted = 1 if len(records) == len(request.prompt) else 0
-        routed = [replace(r, route=route) for r, route in zip(records[unrouted:], routes, strict=False)]
+        routed = [
+            replace(record, route=route, router_weights=weights)
+            for record, (route, weights) in zip(records[unrouted:], routes, strict=False)
+        ]
         return (*records[:unrouted], *routed), chunk.spans
+
+    def _routes(
+        self, request: GenerateRequest, chunk: Chunk, **asked: int
+    ) -> Sequence[tuple[bytes, bytes | None]]:
+        if chunk.routes is None:
+            return routes_with(chunk.passes, self._shape, **asked, weights=request.want_router_weights)
+        return [(route, None) for route in decode_routes(chunk.routes, self._shape, **asked)]

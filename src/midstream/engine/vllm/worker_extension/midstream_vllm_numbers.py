@@ -13,8 +13,9 @@ MASK asks for sampling masks, beside MARK. Then each token has one there, too: I
 WORDS and 32 bits each, one for each id, lowest bit first. Spans begin with no negative number.
 
 ROUTES asks for the experts that computed each token. Its value is the first position of the prompt whose pass is wanted, or the
-last one. Each token has them in that place, too: ROWS, the position of the first pass, how many there are, and their bytes in
-words of 32 bits, as vLLM has them: [passes, layers, experts per token], of one byte each up to 256 experts, else of two.
+last one, and whether the weights of routers are (0 or 1). Each token has them in that place, too: ROWS, the position of the
+first pass, how many there are, and their bytes in words of 32 bits. These are [passes, layers, experts per token], of one byte
+each up to 256 experts, else of two. The weights follow in the same form, as float32.
 
 SESSION tells the scheduler whose KV a request is (midstream_vllm_kv.py): the session, when its next turn is likely, and how
 long its KV is kept for that, in seconds. LOOK is the call of /collective_rpc that the engine core answers with what is held.

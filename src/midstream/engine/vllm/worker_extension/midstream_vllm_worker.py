@@ -38,9 +38,9 @@ class Worker:
         """Why this worker returns one log-probability per token; empty if it returns both."""
         return str(importlib.import_module(SAMPLER_HOOK).why_not(self.model_runner))
 
-    def midstream_no_routes(self: Any) -> str:
-        """Why this worker does not say which experts computed a token; empty if it does."""
-        return str(importlib.import_module(ROUTES).why_not(self.model_runner))
+    def midstream_no_routes(self: Any, weights: bool) -> str:
+        """Why this worker does not say which experts computed a token, or with which weights; empty if it does."""
+        return str(importlib.import_module(ROUTES).why_not(self.model_runner, weights=weights))
 
     def midstream_dtype(self: Any) -> str:
         """Of the weights, as midstream's thresholds of near ties are."""
