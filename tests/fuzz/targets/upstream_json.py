@@ -21,7 +21,7 @@ from midstream.engine.servers.model import Shape
 from midstream.engine.servers.routes import InvalidRoutes
 from midstream.engine.sglang import protocol as sglang
 from midstream.engine.vllm.protocol import ChunkReader, prompt_records, read_answer
-from midstream.engine.vllm.routes import decode_routes
+from midstream.engine.vllm.routes import decode_routes, routes_with
 from midstream.http.ipc import Frames, frame
 from midstream_tinker.samples import CheckedSample, sampled
 from midstream_tinker.trainer.protocol import reply_decoder as trainer_decoder
@@ -59,7 +59,10 @@ def run_stream(data: bytes) -> None:
 def run_answer(data: bytes) -> None:
     control, body = controlled(data)
     top = (None, 0, 3)[control % 3]
-    outcome(InvalidAnswer, lambda: read_answer(body, top, kv=control % 2 == 0))
+    answer, _ = outcome(InvalidAnswer, lambda: read_answer(body, top, kv=control % 2 == 0))
+    if answer is not None:
+        asked = {"first": 2, "count": 1, "weights": bool(control & 4)}
+        outcome(InvalidRoutes, lambda: routes_with(answer.passes, SHAPE, **asked))
     records, _ = outcome(InvalidAnswer, lambda: prompt_records(body, PROMPT, 2, 2, "s"))
     check(records is None or [r.token_id for r in records] == [6, 7], "records of another prompt", records)
     outcome(InvalidAnswer, lambda: sglang.read_answer(body, top or 0))
@@ -130,6 +133,11 @@ def stream_seeds() -> Iterator[bytes]:
 def answer_seeds() -> Iterator[bytes]:
     for body in (*recorded("answer_*.txt"), *recorded("error_*.txt")):
         yield b"\x02" + body
+    token = {"token_ids": [5], "logprobs": {"content": [{"token_id": 5, "logprob": -1.0}]}}
+    for control, weights in ((0, []), (4, [0x3F000000] * 12)):
+        rows = [-3, 2, 1, 0x01000100, 0x00000302, *weights]
+        routed = token | {"finish_reason": "length", "sampling_mask": [rows]}
+        yield bytes([control]) + msgspec.json.encode({"choices": [routed]})
     scores = [None, {"6": {"logprob": -1.0, "rank": 1}}, {"7": {"logprob": -2.0, "rank": 2}}]
     yield b"\x00" + msgspec.json.encode({"prompt_logprobs": scores})
 

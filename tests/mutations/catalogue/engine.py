@@ -492,6 +492,22 @@ ENGINE = (
         ("engine_vllm/test_vllm_routes.py",),
     ),
     Mutation(
+        "vllm_routes_of_another_pass",
+        "engine/vllm/worker_extension/midstream_vllm_routes.py",
+        "int(runner.query_start_loc.np[place]) + wanted - begin",
+        "int(runner.query_start_loc.np[place])",
+        "A token of vLLM has the route of the pass that gave its logits.",
+        ("engine_vllm/test_vllm_routes_said.py",),
+    ),
+    Mutation(
+        "vllm_routes_of_any_position",
+        "engine/vllm/routes.py",
+        "if one.first != first + len(found) or one.count < 1:",
+        "if one.count < 1:",
+        "Rows that vLLM's workers name another position for are no routes of a token.",
+        ("engine_vllm/test_vllm_routes_said.py",),
+    ),
+    Mutation(
         "random_number_of_the_batch",
         "engine/embedded/batch.py",
         "position=len(work.seq.tokens),",
