@@ -38,7 +38,7 @@ class Token(msgspec.Struct, frozen=True, gc=False):
     near_tie: int = 0
 
 
-class Passes(msgspec.Struct, frozen=True, gc=False):
+class RoutedPasses(msgspec.Struct, frozen=True, gc=False):
     """What the routers chose in `count` passes, from that over position `first` on. data: bytes of [passes, layers, experts per
     token], uint8 up to 256 experts, else little-endian uint16; filled up to words of 32 bits. Behind them the weights of the
     routers may follow, of the same shape, in little-endian float32."""
@@ -68,7 +68,7 @@ class Chunk(msgspec.Struct, frozen=True):
     not_finite: bool = False
     kv: tuple[tuple[int, KvSpans], ...] = ()
     masks: tuple[bytes, ...] = ()
-    passes: tuple[Passes, ...] = ()
+    passes: tuple[RoutedPasses, ...] = ()
     version: str | None = None
 
 

@@ -34,6 +34,7 @@ class ServedWeights:
 
 
 _tokens_of = attrgetter("tokens")
+NO_ROUTES: tuple[tuple[bytes, bytes | None], ...] = ()
 NONE_RENAMED: tuple[tuple[str, str], ...] = ()
 FINISHES: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 
@@ -59,10 +60,8 @@ class ChoiceStream:
         prompt: tuple[TokenRecord, ...] | None,
         constrained: bool = False,
         mask: bytes | None = None,
-        routed: bool = False,
     ) -> None:
-        """prompt: records for its first event. constrained: as of its records. mask: of all tokens, unless each has its own.
-        routed: each token comes with its route."""
+        """prompt: records for its first event. constrained: as of its records. mask: of all tokens, unless each has its own."""
         self.prompt_size = len(request.prompt) + len(request.emitted_of(index))
         self.labels = labels
         self.over = False
@@ -83,8 +82,8 @@ class ChoiceStream:
         self._sampling_logprob = sampling_logprob(request)
         self._constrained = constrained
         self._mask = mask
-        self._routed = routed
-        self._routes_late = request.want_routes and not routed
+        # Tokens come with their routes, or wait for them. Neither where none are asked for.
+        self._routed, self._routes_late = False, request.want_routes
         self._reader = reader
         self._kv_reported = not request.want_kv_snapshots
         # Tokens that wait for their routes, or for the end.
@@ -162,16 +161,32 @@ class ChoiceStream:
         if chunk.cached is not None:
             # A prompt that was scored was computed for that, and only then found in the cache.
             self._cached = 0 if self._scored else chunk.cached
-        if chunk.tokens and not self._take_tokens(chunk):
+        if chunk.tokens:
+            routes = self._routes_of(chunk) if self._routed else NO_ROUTES
+            if routes is None:
+                return
+            snapshot = self.labels.take(len(chunk.tokens))
+            for place, token in enumerate(chunk.tokens):
+                sampling = token.sampling
+                if sampling is None:
+                    sampling = token.logprob if self._sampling_logprob is None else self._sampling_logprob
+                record = TokenRecord(
+                    token.token_id,
+                    token.logprob,
+                    sampling,
+                    snapshot,
+                    routes[place][0] if routes else None,
+                    token.top,
+                    token.near_tie,
+                    constrained=self._constrained,
+                    mask=chunk.masks[place] if chunk.masks else self._mask,
+                    router_weights=routes[place][1] if routes else None,
+                )
+                self._held.append(record)
+            if (chunk.kv or self.labels.expects) and not self._hear(len(chunk.tokens), chunk.kv):
+                return
+        if chunk.finish is not None and not self._take_finish(chunk):
             return
-        if chunk.finish is not None:
-            self._finish = FINISHES.get(chunk.finish)
-            self._spans = chunk.spans
-            if self._finish is None:
-                self.fail(f"{self.WHO} ended the request with {chunk.finish!r}")
-                return
-            if self._routes_late and not self._route(chunk.routes):
-                return
         if chunk.done:
             self._end()
         elif self._held and self._finish is None and not self._routes_late:
@@ -180,32 +195,22 @@ class ChoiceStream:
             if not self.over:
                 self._send()
 
-    def _take_tokens(self, chunk: Chunk) -> bool:
-        """False if they cannot be what the server sends and the request got an error."""
-        first, snapshot = self.labels.count, self.labels.take(len(chunk.tokens))
+    def _take_finish(self, chunk: Chunk) -> bool:
+        """False if it cannot end so and the request got an error."""
+        self._finish = FINISHES.get(chunk.finish or "")
+        self._spans = chunk.spans
+        if self._finish is None:
+            self.fail(f"{self.WHO} ended the request with {chunk.finish!r}")
+            return False
+        return not self._routes_late or self._route(chunk.routes)
+
+    def _routes_of(self, chunk: Chunk) -> Sequence[tuple[bytes, bytes | None]] | None:
+        """None if they cannot be used and the request got an error."""
         try:
-            routes = self._routes_with(chunk, first) if self._routed else ()
+            return self._routes_with(chunk, self.labels.count)
         except InvalidAnswer as error:
             self._fail_routes(error)
-            return False
-        for place, token in enumerate(chunk.tokens):
-            sampling = token.sampling
-            if sampling is None:
-                sampling = token.logprob if self._sampling_logprob is None else self._sampling_logprob
-            record = TokenRecord(
-                token.token_id,
-                token.logprob,
-                sampling,
-                snapshot,
-                routes[place][0] if routes else None,
-                token.top,
-                token.near_tie,
-                constrained=self._constrained,
-                mask=chunk.masks[place] if chunk.masks else self._mask,
-                router_weights=routes[place][1] if routes else None,
-            )
-            self._held.append(record)
-        return not (chunk.kv or self.labels.expects) or self._hear(len(chunk.tokens), chunk.kv)
+            return None
 
     def _hear(self, tokens: int, kv: Sequence[tuple[int, KvSpans]]) -> bool:
         """What the server says of the KV behind the newest tokens. False if that cannot be and the request got an error."""

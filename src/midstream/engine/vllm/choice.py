@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from math import isnan
+from typing import NamedTuple
 
 from midstream.core.types import GenerateRequest, GenerationEvent, TokenRecord
 from midstream.engine.servers.chunks import Chunk, InvalidAnswer, alternatives
@@ -19,9 +20,15 @@ from midstream.engine.vllm.masks import fixed_mask
 from midstream.engine.vllm.routes import decode_routes, routes_with
 
 
-class VllmChoice(ChoiceStream):
-    """both: vLLM was asked for both log-probabilities; masks: and for masks; routed: for routes with the tokens."""
+class WithTokens(NamedTuple):
+    """What vLLM was asked for with each token: both log-probabilities, a sampling mask, its route."""
 
+    both: bool = False
+    masks: bool = False
+    routed: bool = False
+
+
+class VllmChoice(ChoiceStream):
     WHO = "vLLM"
 
     def __init__(
@@ -31,26 +38,20 @@ class VllmChoice(ChoiceStream):
         labels: ChoiceLabels,
         shape: Shape,
         emit: Callable[[GenerationEvent], None],
+        asked: WithTokens,
         *,
         prompt: tuple[TokenRecord, ...] | None,
-        both: bool = False,
-        masks: bool = False,
-        routed: bool = False,
     ) -> None:
-        reader = protocol.ChunkReader(alternatives(request), both=both, kv=labels.told, masks=masks)
-        mask = fixed_mask(request, shape.vocab_size) if request.want_masks else None
-        constrained = request.grammar is not None and not both
-        super().__init__(
-            request,
-            index,
-            labels,
-            emit,
-            reader,
-            prompt=prompt,
-            constrained=constrained,
-            mask=mask,
-            routed=routed,
+        reader = protocol.ChunkReader(
+            alternatives(request), both=asked.both, kv=labels.told, masks=asked.masks
         )
+        mask = fixed_mask(request, shape.vocab_size) if request.want_masks else None
+        constrained = request.grammar is not None and not asked.both
+        super().__init__(
+            request, index, labels, emit, reader, prompt=prompt, constrained=constrained, mask=mask
+        )
+        self._routed = asked.routed
+        self._routes_late = request.want_routes and not asked.routed
         self._shape = shape
 
     def _decode(self, routes: str, count: int) -> Sequence[bytes]:

@@ -23,7 +23,7 @@ from midstream.engine.servers.requests import ServedWeights, ServerRequest
 from midstream.engine.servers.switching import adopt, switch
 from midstream.engine.vllm import protocol
 from midstream.engine.vllm.adapters import Adapters, AdapterSlot, Crossing
-from midstream.engine.vllm.choice import VllmChoice, wants_both
+from midstream.engine.vllm.choice import VllmChoice, WithTokens, wants_both
 from midstream.engine.vllm.digest import OtherWeights, read_weights
 from midstream.engine.vllm.life import VllmLife
 from midstream.engine.vllm.masks import fixed_mask
@@ -70,18 +70,9 @@ class VllmEngine(VllmLife):
         size = len(request.prompt) + len(request.emitted_of(index))
         told = kv is not None and bool(kv[0])
         labels = ChoiceLabels(run.weights.epochs, size, clean=clean, told=told)
-        asked = {"both": both, "masks": masks}
         late = self._server.returns_routes
-        choice = VllmChoice(
-            request,
-            index,
-            labels,
-            self._shape,
-            run.put,
-            prompt=prompt,
-            routed=request.want_routes and not late,
-            **asked,
-        )
+        wanted = WithTokens(both, masks, routed=request.want_routes and not late)
+        choice = VllmChoice(request, index, labels, self._shape, run.put, wanted, prompt=prompt)
         choice.salt = salt
         data = protocol.body(
             request,
@@ -90,9 +81,10 @@ class VllmEngine(VllmLife):
             salt=salt,
             stream=True,
             routes_start=size - request.want_routes if late else None,
-            passes_from=(size - 1, request.want_router_weights) if request.want_routes and not late else None,
+            passes_from=(size - 1, request.want_router_weights) if wanted.routed else None,
             by_priority=self._server.by_priority,
-            **asked,
+            both=both,
+            masks=masks,
             tie=numbers.tie if "near_ties" in numbers.features else 0.0,
             kv=kv,
             session=self._kv.asked(request),

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Sequence
 from functools import partial
 from itertools import pairwise
 from math import isfinite, nan
@@ -26,7 +25,7 @@ from midstream.engine.servers.chunks import (
     Chunk,
     EventReader,
     InvalidAnswer,
-    Passes,
+    RoutedPasses,
     Token,
     alternatives,
     choice_seed,
@@ -183,16 +182,15 @@ def _read(data: bytes, top: int, *, both: bool, kv: bool, masks: bool) -> Chunk:
     spans = None if versions is None else tuple([(v.version, v.start, v.end) for v in versions])
     ended = (choice.finish_reason, spans, choice.routed_experts, cached)
     said = choice.sampling_mask or ()
-    rows = [numbers for numbers in said if is_rows(numbers)]
+    passes = _passes(said) if said and lost is None else ()
     told = tuple([_told(n) for n in said if not (is_rows(n) or (masks and is_mask(n)))]) if kv else ()
     left = _masks(said, tokens) if masks and lost is None else ()
-    passes = _passes(rows) if rows and lost is None else ()
     return Chunk(tokens, *ended, lost, not_finite=lost is not None, kv=told, masks=left, passes=passes)
 
 
-def _passes(rows: Sequence[tuple[int, ...]]) -> tuple[Passes, ...]:
+def _passes(said: tuple[tuple[int, ...], ...]) -> tuple[RoutedPasses, ...]:
     try:
-        return tuple([read_rows(numbers) for numbers in rows])
+        return tuple([read_rows(numbers) for numbers in said if is_rows(numbers)])
     except (ValueError, OverflowError) as error:
         raise InvalidAnswer(str(error)) from error
 
@@ -329,11 +327,10 @@ def body(
     salt: of the prefix cache, or "". vLLM takes at most 128 characters, none of them @ / \\ or NUL.
     prompt_logprobs: score the prompt with that many alternatives, not in a stream. vLLM then reads nothing from its cache.
     max_tokens: replaces the request's own limit less the emitted tokens. routes_start: routed_experts_prompt_start.
-    by_priority: the server goes by priority; one that does not refuses them.
-    in_pause: compute it in a pause, too, if it is urgent. both: ask for both log-probabilities, as the proof has shown that the
-    server gives them. tie: and for near ties, within this share of the largest logit. kv: the value of KV, for midstream's
-    scheduler. masks: ask for sampling masks, too, beside both. session: the value of SESSION, for the scheduler.
-    passes_from: have the routes of passes come with the tokens, from this one of the prompt on, and whether with weights.
+    by_priority: the server goes by priority; one that does not refuses them. in_pause: compute it in a pause, too, if it is
+    urgent. both: ask for both log-probabilities, as the proof has shown that the server gives them. tie: and for near ties,
+    within this share of the largest logit. masks: and for sampling masks. kv, session: the values of KV and SESSION, for
+    midstream's scheduler. passes_from: have routes come with the tokens, from this pass of the prompt on; whether with weights.
     """
     emitted = request.emitted_of(choice)
     limit = request.sampling.max_tokens - len(emitted) if max_tokens is None else max_tokens
@@ -343,9 +340,8 @@ def body(
     sampling["max_tokens"] = limit
     if prompt_logprobs is not None:
         sampling["prompt_logprobs"] = prompt_logprobs
-    marks = {MARK: both, NEAR: both and tie and (tie, SUM_ROUNDING), MASK: masks, KV: kv, SESSION: session}
-    marks[ROUTES] = None if passes_from is None else (passes_from[0], int(passes_from[1]))
-    if extra := {name: value for name, value in marks.items() if value}:
+    more = {MASK: masks, KV: kv, SESSION: session, ROUTES: passes_from}
+    if extra := _marks(both=both, tie=tie, more=more):
         sampling["extra_args"] = extra
     if routes_start is not None:
         sampling["routed_experts_prompt_start"] = routes_start
@@ -366,6 +362,12 @@ def body(
         # The grammar holds from the first token, also where vLLM has a reasoning parser.
         fields["reasoning_ended"] = True
     return msgspec.json.encode(fields)
+
+
+def _marks(*, both: bool, tie: float, more: dict[str, Any]) -> dict[str, Any]:
+    """What is asked for in `extra_args`."""
+    marks = {MARK: both, NEAR: both and tie and (tie, SUM_ROUNDING), **more}
+    return {name: value for name, value in marks.items() if value}
 
 
 def _sampling(request: GenerateRequest, choice: int) -> dict[str, Any]:

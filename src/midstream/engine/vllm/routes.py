@@ -36,7 +36,7 @@ from tokenize import TokenError
 import numpy as np
 import numpy.lib.format as npy
 
-from midstream.engine.servers.chunks import Passes
+from midstream.engine.servers.chunks import RoutedPasses
 from midstream.engine.servers.model import Shape
 from midstream.engine.servers.routes import InvalidRoutes, routes_of
 from midstream.engine.vllm.worker_extension.midstream_vllm_numbers import ROWS
@@ -64,16 +64,16 @@ def is_rows(numbers: Sequence[int]) -> bool:
     return bool(numbers) and numbers[0] == ROWS
 
 
-def read_rows(numbers: Sequence[int]) -> Passes:
+def read_rows(numbers: Sequence[int]) -> RoutedPasses:
     """From what the worker extension wrote. Raises ValueError, OverflowError."""
     if len(numbers) < 3:
         raise ValueError(f"{list(numbers)} are no rows of passes")
     _, first, count, *words = numbers
-    return Passes(first, count, np.array(words, dtype="<u4").tobytes())
+    return RoutedPasses(first, count, np.array(words, dtype="<u4").tobytes())
 
 
 def routes_with(
-    passes: Sequence[Passes], shape: Shape, *, first: int, count: int, weights: bool = False
+    passes: Sequence[RoutedPasses], shape: Shape, *, first: int, count: int, weights: bool = False
 ) -> list[tuple[bytes, bytes | None]]:
     """As decode_routes, of what came with tokens: in order, and `count` in all. weights: with those of routers, C-order
     [moe_layers, top_k] bytes, little-endian float32. Raises InvalidRoutes."""
@@ -91,7 +91,7 @@ def routes_with(
     return found
 
 
-def _rows(passes: Passes, shape: Shape, *, weights: bool) -> tuple[np.ndarray, np.ndarray]:
+def _rows(passes: RoutedPasses, shape: Shape, *, weights: bool) -> tuple[np.ndarray, np.ndarray]:
     """Experts and weights, of [passes, layers, experts per token]. vLLM has all hidden layers."""
     kind = np.dtype(np.uint8 if shape.num_experts <= 256 else "<u2")
     form = (passes.count, shape.hidden_layers, shape.top_k)
