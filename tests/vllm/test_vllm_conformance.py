@@ -14,7 +14,13 @@ NO_ROUTES = "has no routes"
 SKIPPED = {
     "openai.seed": "has no reproducible_sampling",
     "echo.cached": "has no cached_prompt_logprobs",
-    # On a CPU.
+    "status.key": "none are set",
+    "messages.key": "none are set",
+    "responses.key": "none are set",
+}
+#: Of versions up to 0.28.
+WITHOUT_RANKS = {
+    "logprobs.sampling": "has no sampling_logprobs",
     "routes.completions": NO_ROUTES,
     "routes.chat": NO_ROUTES,
     "routes.stream": NO_ROUTES,
@@ -22,12 +28,7 @@ SKIPPED = {
     "routes.echo_last": NO_ROUTES,
     "routes.alignment": NO_ROUTES,
     "routes.warm": NO_ROUTES,
-    "status.key": "none are set",
-    "messages.key": "none are set",
-    "responses.key": "none are set",
 }
-#: Of versions up to 0.28.
-WITHOUT_RANKS = {"logprobs.sampling": "has no sampling_logprobs"}
 LIMIT_S = 600
 
 

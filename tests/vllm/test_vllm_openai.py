@@ -256,11 +256,11 @@ def test_an_echo_scores_the_prompt_as_a_plain_forward_pass_does(bed: Bed, http: 
 def test_what_vllm_cannot_do_is_refused_with_the_engine_and_the_feature(http: httpx.Client) -> None:
     (entry,) = http.get("/v1/models").json()["data"]
     assert entry["midstream"]["engine"]["kind"] == "vllm"
-    assert "routes" in entry["midstream"]["engine"]["lacks"]
-    fields = {"model": "default", "prompt": [20, 21], "max_tokens": 1, "include_routing_matrix": True}
-    refused = http.post("/v1/completions", json={**fields, "logprobs": True})
+    lacks = entry["midstream"]["engine"]["lacks"]
+    assert {"policies", "reproducible_sampling"} <= {*lacks}
+    refused = http.post("/hot_load/v1/models/hot_load", json={"identity": "never", "policy": "red"})
     assert refused.status_code == 400
     message = refused.json()["error"]["message"]
-    assert message.startswith("include_routing_matrix: ")
+    assert message.startswith("policy: ")
     assert "vllm 0." in message
-    assert "feature routes" in message
+    assert "feature policies" in message
