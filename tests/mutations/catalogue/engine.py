@@ -502,8 +502,8 @@ ENGINE = (
     Mutation(
         "vllm_routes_of_any_position",
         "engine/vllm/routes.py",
-        "if one.first != first + len(found) or one.count < 1:",
-        "if one.count < 1:",
+        "if one.first != first + len(found) or one.count < 0:",
+        "if one.count < 0:",
         "Rows that vLLM's workers name another position for are no routes of a token.",
         ("engine_vllm/test_vllm_routes_said.py",),
     ),
@@ -550,7 +550,7 @@ ENGINE = (
     Mutation(
         "vllm_constrained_logprob_as_the_models",
         "engine/vllm/choice.py",
-        "constrained = request.grammar is not None and not both",
+        "constrained = request.grammar is not None and not asked.both",
         "constrained = False",
         "A log-probability of the tokens that a grammar allows is never told as the raw model's.",
         ("engine_vllm/test_vllm_replica.py",),

@@ -43,6 +43,8 @@ from midstream.engine.vllm.worker_extension.midstream_vllm_numbers import ROWS
 
 #: The types that vLLM uses, as `numpy.dtype.str` writes them.
 DTYPES = ("|u1", "<u2", ">u2", "<i4", ">i4")
+#: Where the worker extension has no rows.
+UNNOTED = "the model was compiled without the notes of its routers, so start vLLM with --enforce-eager"
 #: In characters; numpy writes 118.
 HEADER_MAX = 1024
 #: The errors of numpy on an invalid header: it reads the text as a Python literal. A Warning only where those are errors.
@@ -79,7 +81,9 @@ def routes_with(
     [moe_layers, top_k] bytes, little-endian float32. Raises InvalidRoutes."""
     found: list[tuple[bytes, bytes | None]] = []
     for one in passes:
-        if one.first != first + len(found) or one.count < 1:
+        if not one.count:
+            raise InvalidRoutes(UNNOTED)
+        if one.first != first + len(found) or one.count < 0:
             raise InvalidRoutes(
                 f"{one.count} passes from position {one.first} on, expected some from {first + len(found)} on"
             )
