@@ -253,14 +253,14 @@ def test_an_echo_scores_the_prompt_as_a_plain_forward_pass_does(bed: Bed, http: 
     assert [entry["logprob"] for entry in content[1:]] == pytest.approx(expected, abs=TOLERANCE)
 
 
-def test_what_vllm_cannot_do_is_refused_with_the_engine_and_the_feature(http: httpx.Client) -> None:
+def test_what_vllm_cannot_do_is_refused_with_the_reason(http: httpx.Client) -> None:
     (entry,) = http.get("/v1/models").json()["data"]
     assert entry["midstream"]["engine"]["kind"] == "vllm"
     lacks = entry["midstream"]["engine"]["lacks"]
     assert {"policies", "reproducible_sampling"} <= {*lacks}
-    refused = http.post("/hot_load/v1/models/hot_load", json={"identity": "never", "policy": "red"})
+    fields = {"model": "default", "prompt": [20, 21], "max_tokens": 1, "temperature": 0.005}
+    refused = http.post("/v1/completions", json=fields)
     assert refused.status_code == 400
-    message = refused.json()["error"]["message"]
-    assert message.startswith("policy: ")
-    assert "vllm 0." in message
-    assert "feature policies" in message
+    assert (
+        "temperature: vLLM takes what lies between 0 and 0.01 as 0.01" in refused.json()["error"]["message"]
+    )
