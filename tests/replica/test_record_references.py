@@ -7,6 +7,7 @@ import base64
 import os
 import struct
 import threading
+import time
 from collections.abc import Awaitable, Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import pairwise
@@ -366,24 +367,71 @@ def test_a_full_bucket_refuses_before_anything_is_generated(tmp_path: Path) -> N
 
 
 def test_only_old_record_files_are_removed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    now = 1_000_000.0
-    files = RecordFiles(tmp_path.as_uri(), "default", keep_s=100, bytes_max=8, clock=lambda: now)
     own = tmp_path / "record-files" / "default"
     own.mkdir(parents=True)
-    ages = {f"{0:064x}.parquet": 101, f"{1:064x}.parquet": 99, "writing-x": 3601, "notes.parquet": 5000}
+    ages = {f"{0:064x}.parquet": 130, f"{1:064x}.parquet": 40, "writing-x": 3630, "notes.parquet": 5000}
     for name, age in ages.items():
         (own / name).write_bytes(b"12345678")
-        os.utime(own / name, (now - age, now - age))
+        os.utime(own / name, (time.time() - age, time.time() - age))
+    files = RecordFiles(tmp_path.as_uri(), "default", keep_s=100, bytes_max=8)
     files.sweep()
-    assert sorted(path.name for path in own.iterdir()) == [f"{1:064x}.parquet", "notes.parquet"]
+    assert names_in(own) == [f"{1:064x}.parquet", "notes.parquet"]
     stats = files.stats()
     assert (stats.expired, stats.held_bytes) == (2, 8)
-    now += 1e9
-    always = RecordFiles(tmp_path.as_uri(), "default", clock=lambda: now)
+    os.utime(own / f"{1:064x}.parquet", (0, 0))
+    always = RecordFiles(tmp_path.as_uri(), "default")
     always.sweep()
     assert (always.stats().expired, always.stats().held_bytes) == (0, 8)
     always.close()
     assert "no more record files are written" in caplog.text
+    files.close()
+
+
+def names_in(directory: Path) -> list[str]:
+    """Of all but the file that tells the bucket's time."""
+    return sorted(path.name for path in directory.iterdir() if path.name != objects.CLOCK)
+
+
+@pytest.mark.parametrize("set_by", [7200.0, -7200.0])
+def test_the_age_of_a_file_is_by_the_clock_of_its_bucket(
+    set_by: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bucket's clock is another one than ours, and is set amid the life of the process."""
+    seen = [FileSeen(f"{0:064x}.parquet", 1, 0.0), FileSeen(f"{1:064x}.parquet", 1, 0.0)]
+    there, ours, removed = 1e6, 0.0, list[str]()
+    monkeypatch.setattr(record_files, "time_there", lambda _: there)
+    monkeypatch.setattr(record_files, "files_seen", lambda _: iter(seen))
+    monkeypatch.setattr(record_files, "remove_files", lambda _, paths: removed.extend(paths))
+    files = RecordFiles(tmp_path.as_uri(), "default", keep_s=100, monotonic=lambda: ours)
+    seen[:] = [one._replace(modified=there - age) for one, age in zip(seen, (101, 99), strict=True)]
+    files.sweep()
+    assert removed == [f"{0:064x}.parquet"]
+    del seen[0]
+    ours, there = ours + 1.5, there + 1.5 + set_by
+    seen[0] = seen[0]._replace(modified=there - 50)
+    files.sweep()
+    assert removed == [f"{0:064x}.parquet"]
+    ours, there = ours + 7300, there + 7300
+    files.sweep()
+    assert removed == [f"{0:064x}.parquet", f"{1:064x}.parquet"]
+    files.close()
+
+
+def test_files_that_cannot_be_removed_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(url: str, paths: list[str]) -> None:
+        raise SnapshotError("access denied")
+
+    monkeypatch.setattr(record_files, "remove_files", refused)
+    own = tmp_path / "record-files" / "default"
+    own.mkdir(parents=True)
+    (own / f"{0:064x}.parquet").write_bytes(b"12345678")
+    os.utime(own / f"{0:064x}.parquet", (1e6, 1e6))
+    files = RecordFiles(tmp_path.as_uri(), "default", keep_s=100, bytes_max=8)
+    with pytest.raises(SnapshotError, match="access denied"):
+        files.sweep()
+    assert files.stats().held_bytes == 8
+    with pytest.raises(RecordsNotStored, match="raise it"):
+        files.check()
     files.close()
 
 

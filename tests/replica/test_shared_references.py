@@ -208,7 +208,7 @@ def test_rows_of_a_file_that_goes_too_early_are_written_again(tmp_path: Path) ->
         now[0] = 1202.0
         assert await reused(here, {STORE: url}) == 0
 
-    play(tmp_path, scenario, keep_s=600.0, clock=lambda: now[0])
+    play(tmp_path, scenario, keep_s=600.0, monotonic=lambda: now[0])
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,8 @@ Always holds:
 - Nothing here blocks the event loop.
 - A bucket that does not answer holds no request much longer than the store's own retries: those that waited meanwhile fail
   with the first one. They hold up synchronous switches.
-- Only files with the name of a SHA-256, and what a writer that died left, are removed.
+- Only files with the name of a SHA-256, and what a writer that died left, are removed. Their age is by the bucket's clock, as
+  that of this machine may be wrong.
 - Every replica looks after all files of its deployment. They may do so at once.
 """
 
@@ -31,12 +32,14 @@ from midstream.core.references import FORMAT, RecordReference, ReferencedRows, S
 from midstream.core.reports import RecordFilesStats
 from midstream.replica.shared_rows import WrittenRows
 from midstream.snapshots.store.objects import (
+    CLOCK,
     WRITING_PREFIX,
     FileSeen,
     files_seen,
     is_there,
     put_bytes,
     remove_files,
+    time_there,
 )
 
 log = logging.getLogger(__name__)
@@ -69,7 +72,7 @@ class Encoded(NamedTuple):
 
 class RecordFiles:
     """bucket: URL of the bucket of records. deployment: its bare name. keep_s: the age at which files are removed; None: never.
-    bytes_max: of all files of the deployment."""
+    bytes_max: of all files of the deployment. monotonic: seconds of any clock that does not jump."""
 
     def __init__(
         self,
@@ -78,14 +81,13 @@ class RecordFiles:
         *,
         keep_s: float | None = None,
         bytes_max: int = BYTES_MAX,
-        clock: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         #: The URL of the bucket, which is what clients call it, too.
         self.store_id = bucket.rstrip("/")
         self._deployment = deployment
         self._url = f"{self.store_id}/{path_of(deployment, '').rpartition('/')[0]}"
-        self.keep_s, self._bytes_max, self._clock = keep_s, bytes_max, clock
+        self.keep_s, self._bytes_max = keep_s, bytes_max
         self._monotonic = monotonic
         #: What no file can be made without; None: nothing is missing.
         self.lacking = extras.advice(extras.missing(["pyarrow"]))
@@ -100,6 +102,8 @@ class RecordFiles:
         #: Of this process since its start, and of all as the last look saw them.
         self._written_bytes = self._held_bytes = 0
         self._is_full = False
+        #: How far the bucket's clock is behind ours, as it was last asked; None: it never was.
+        self._behind: float | None = None
         #: When the bucket last did not answer, and what it was.
         self._stuck: tuple[float, str] = (-math.inf, "")
 
@@ -180,54 +184,71 @@ class RecordFiles:
         return is_there(self._url, file.file.rpartition("/")[2], file.bytes)
 
     def stays_until(self, seconds: float | None = None) -> float:
-        """When something written now may go, in seconds since the epoch. seconds: it has to stay; None: as files do."""
+        """When something written now may go, by our clock. seconds: it has to stay; None: as files do."""
         stays = self.keep_s if seconds is None else seconds
-        return math.inf if stays is None else self._clock() + stays
+        return math.inf if stays is None else self._monotonic() + stays
 
     # -- the thread that looks after files
 
     def _look_after(self) -> None:
-        while True:
-            began = self._monotonic()
-            try:
-                self.sweep()
-            except SnapshotError as error:
-                log.warning("old record files stay: %s", error)
-            # Where there are millions of files, looking at them takes long. A small part of the time goes into it.
-            if self._stopping.wait(max(SWEEP_S, LOOKS_EVERY * (self._monotonic() - began))):
-                return
+        while not self._stopping.wait(self.look()):
+            pass
+
+    def look(self) -> float:
+        """Sweeps. Returns in how many seconds to look again."""
+        began = self._monotonic()
+        try:
+            self.sweep()
+        except SnapshotError as error:
+            log.warning("old record files stay: %s", error)
+        # Where there are millions of files, looking at them takes long. A small part of the time goes into it.
+        return max(SWEEP_S, LOOKS_EVERY * (self._monotonic() - began))
 
     def sweep(self) -> None:
         """Removes what is too old, and counts the rest. Raises SnapshotError."""
         with self._lock:
             written_before = self._written_bytes
-        now, held, old = self._clock(), 0, list[str]()
+        held, old = 0, list[FileSeen]()
         for one in files_seen(self._url):
-            if not _is_own(one):
-                continue
-            if _keeps_s(one, self.keep_s) < now - one.modified:
-                old.append(one.path)
-            else:
+            if _is_own(one):
                 held += one.size
-        remove_files(self._url, old)
-        with self._lock:
-            self._expired += len(old)
-            # What was written since the listing began may not be in it.
-            self._held_bytes = held + self._written_bytes - written_before
-        if old:
-            log.info("removed %d record files for their age", len(old))
+                if self._is_old(one):
+                    old.append(one)
+        try:
+            held -= self._remove(old) if old else 0
+        finally:
+            with self._lock:
+                # What was written since the listing began may not be in it.
+                self._held_bytes = held + self._written_bytes - written_before
         is_full = held >= self._bytes_max
         if is_full and not self._is_full:
             log.error("no more record files are written: %s", self._full(held))
         self._is_full = is_full
 
+    def _is_old(self, one: FileSeen) -> bool:
+        """What a dead writer left is of no use."""
+        keep_s = LEFT_S if one.path.startswith(WRITING_PREFIX) else self.keep_s
+        if keep_s is None:
+            return False
+        behind = self._ask_time() if self._behind is None else self._behind
+        return keep_s < self._monotonic() - behind - one.modified
 
-def _keeps_s(one: FileSeen, keep_s: float | None) -> float:
-    """How long a file stays. What a dead writer left is of no use."""
-    if one.path.startswith(WRITING_PREFIX):
-        return LEFT_S
-    return math.inf if keep_s is None else keep_s
+    def _ask_time(self) -> float:
+        there = time_there(self._url)
+        self._behind = self._monotonic() - there
+        return self._behind
+
+    def _remove(self, seen: list[FileSeen]) -> int:
+        """Those that are still old when the bucket is asked again. Returns how many bytes they had. Raises SnapshotError."""
+        self._ask_time()
+        old = [one for one in seen if self._is_old(one)]
+        remove_files(self._url, [one.path for one in old])
+        if old:
+            with self._lock:
+                self._expired += len(old)
+            log.info("removed %d record files for their age", len(old))
+        return sum(one.size for one in old)
 
 
 def _is_own(one: FileSeen) -> bool:
-    return is_file_name(one.path) or one.path.startswith(WRITING_PREFIX)
+    return is_file_name(one.path) or (one.path.startswith(WRITING_PREFIX) and one.path != CLOCK)

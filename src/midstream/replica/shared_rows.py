@@ -34,7 +34,7 @@ class SharedColumns(NamedTuple):
 
 
 class RowsPlace(NamedTuple):
-    """Of ROWS rows. file: None is the file that is being written. until: when the file may go, in seconds since the epoch."""
+    """Of ROWS rows. file: None is the file that is being written. until: when the file may go, on a steady clock."""
 
     file: SharedFile | None
     row: int

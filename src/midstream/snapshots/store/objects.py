@@ -21,6 +21,8 @@ from midstream.snapshots.store.bucket import describe, open_bucket
 
 #: Begins the name of a file that is not whole yet, in a local directory. One whose writer died stays.
 WRITING_PREFIX = "writing-"
+#: An empty file that is put to learn the bucket's time, and stays.
+CLOCK = f"{WRITING_PREFIX}clock"
 #: A larger file goes into an object store in parts. Those of a writer that died stay there, and no listing shows them.
 SINGLE_BYTES_MAX = 128 * 2**20
 
@@ -101,6 +103,16 @@ def files_seen(url: str) -> Iterator[FileSeen]:
                 yield FileSeen(one["path"], one["size"], one["last_modified"].timestamp())
     except (BaseError, FileNotFoundError) as error:
         raise SnapshotError(f"{public_url(url)}: cannot be listed: {describe(error)}") from None
+
+
+def time_there(url: str) -> float:
+    """Seconds since the epoch, by the bucket's clock. Raises SnapshotError."""
+    put_bytes(url, CLOCK, b"")
+    try:
+        modified: float = open_bucket(url).head(CLOCK)["last_modified"].timestamp()
+    except (BaseError, FileNotFoundError) as error:
+        raise SnapshotError(f"{public_url(url)}: does not tell its time: {describe(error)}") from None
+    return modified
 
 
 def remove_files(url: str, paths: Sequence[str]) -> None:
