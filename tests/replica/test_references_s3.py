@@ -22,6 +22,7 @@ from midstream.client.errors import RecordFileError
 from midstream.client.references import read_reference
 from midstream.client.shared_references import read_routes
 from midstream.replica.record_files import RecordFiles
+from midstream.snapshots.store.objects import CLOCK, files_seen
 
 Scenario = Callable[[Running], Awaitable[None]]
 
@@ -131,6 +132,23 @@ def test_the_whole_circle(faulty: FaultyStore, tmp_path: Path) -> None:
         assert len(choice["routing_references"]["files"]) == 2
 
     play(tmp_path, url, scenario)
+
+
+def test_the_age_of_files_is_by_the_clock_of_the_store(faulty: FaultyStore, tmp_path: Path) -> None:
+    url = url_of(tmp_path)
+
+    async def scenario(here: Running) -> None:
+        await post(here, "/v1/completions", **TEXT, **REFERENCE)
+
+    play(tmp_path, url, scenario)
+    for keep_s, left in ((3600.0, 1), (-3600.0, 0)):
+        files = RecordFiles(url, "default", keep_s=keep_s)
+        files.sweep()
+        seen = {one.path: one.size for one in files_seen(f"{url}/record-files/default")}
+        assert seen.pop(CLOCK) == 0
+        assert len(seen) == left
+        assert (files.stats().held_bytes, files.stats().expired) == (sum(seen.values()), 1 - left)
+        files.close()
 
 
 def test_a_slow_store_holds_up_no_other_request(faulty: FaultyStore, tmp_path: Path) -> None:

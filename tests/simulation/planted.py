@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import itertools
+import math
 import random
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 from simkinds import HistoryKind
 
+from midstream.core.errors import SnapshotError
 from midstream.core.reports import Reported
 from midstream.core.types import Desired
 from midstream.core.versions import HEADER_ADMITTED, Admitted, as_header
@@ -32,6 +36,7 @@ from midstream.proxy.request_state import RULINGS, RequestEvent, Ruling
 from midstream.proxy.resume import END, ResumeLog
 from midstream.proxy.route import Judgement
 from midstream.proxy.versions import VersionJudge
+from midstream.replica import record_files
 from midstream.replica.gate import Gate
 from midstream.replica.kv_account import KvAccount
 from midstream.replica.kv_budget import KvBudget
@@ -40,7 +45,9 @@ from midstream.replica.namespaces import Namespaces
 from midstream.replica.pins import Pins
 from midstream.replica.policies import ServedPolicies
 from midstream.replica.policy import ServedPolicy
+from midstream.replica.record_files import RecordFiles
 from midstream.replica.response.generation import Surroundings
+from midstream.replica.shared_rows import WrittenRows
 from midstream.replica.swap import source
 from midstream.replica.transfer import GroupPart
 from midstream.snapshots.store import fetch
@@ -471,6 +478,76 @@ def _rebases_write_the_parent() -> None:
     ChainFetcher.digest = digest  # type: ignore[method-assign]
 
 
+def _references_come_before_their_files() -> None:
+    """A reference is handed out while its file is on the way."""
+    before = record_files.put_bytes
+
+    def put_bytes(*given: Any) -> None:
+        asyncio.get_running_loop().call_later(0.2, before, *given)
+
+    record_files.put_bytes = put_bytes  # type: ignore[assignment]
+
+
+def _puts_that_fail_count_as_stored() -> None:
+    """A reference is handed out of a file that the bucket did not take."""
+    before = record_files.put_bytes
+
+    def put_bytes(*given: Any) -> None:
+        with contextlib.suppress(SnapshotError):
+            before(*given)
+
+    record_files.put_bytes = put_bytes  # type: ignore[assignment]
+
+
+def _digests_are_of_other_bytes() -> None:
+    """A file has the digest of all its bytes but one."""
+    record_files.hashlib = SimpleNamespace(  # type: ignore[assignment]
+        sha256=lambda data: hashlib.sha256(data[:-1])
+    )
+
+
+def _half_the_time_is_enough() -> None:
+    """Record files are removed at half of the age that they may have."""
+    before = RecordFiles._is_old
+
+    def is_old(self: RecordFiles, one: Any) -> bool:
+        # Twice as far in the past as it is from now on.
+        ages = 0.0 if self._behind is None else self._monotonic() - self._behind - one.modified
+        return before(self, one._replace(modified=one.modified - ages))
+
+    RecordFiles._is_old = is_old  # type: ignore[method-assign]
+
+
+def _the_machines_clock_says_what_is_old() -> None:
+    """A record file is as old as the replica's own clock says."""
+    record_files.time_there = lambda url: time.time()  # type: ignore[assignment]
+
+
+def _rows_of_any_age_are_referred_to() -> None:
+    """Nobody asks how long an earlier file stays."""
+    before = WrittenRows.leading
+
+    def leading(self: WrittenRows, keys: Any, own: Any, until: float) -> Any:
+        return before(self, keys, own, -math.inf)
+
+    WrittenRows.leading = leading  # type: ignore[method-assign]
+
+
+def _earlier_rows_begin_one_later() -> None:
+    """A reference to rows of an earlier file names the rows behind them."""
+    before = WrittenRows.add
+
+    def add(self: WrittenRows, rows: Any, file: Any, until: float) -> None:
+        before(self, {key: row + 1 for key, row in rows.items()}, file, until)
+
+    WrittenRows.add = add  # type: ignore[method-assign]
+
+
+def _there_is_always_room() -> None:
+    """Record files are written into a bucket that has more than it may have."""
+    RecordFiles.check = lambda self: None  # type: ignore[method-assign]
+
+
 PLANTED: dict[str, Callable[[], None]] = {
     name.removeprefix("_"): plant
     for name, plant in list(globals().items())
@@ -489,6 +566,14 @@ FOUND_IN = {
     "turns_are_let_in_twice": HistoryKind.AGENTS,
     "who_waits_is_never_woken": HistoryKind.AGENTS,
     "a_choice_is_free": HistoryKind.AGENTS,
+    "references_come_before_their_files": HistoryKind.RECORDS,
+    "puts_that_fail_count_as_stored": HistoryKind.RECORDS,
+    "digests_are_of_other_bytes": HistoryKind.RECORDS,
+    "half_the_time_is_enough": HistoryKind.RECORDS,
+    "the_machines_clock_says_what_is_old": HistoryKind.RECORDS,
+    "rows_of_any_age_are_referred_to": HistoryKind.RECORDS,
+    "earlier_rows_begin_one_later": HistoryKind.RECORDS,
+    "there_is_always_room": HistoryKind.RECORDS,
 }
 #: A seed that finds it, and what it then says; `simulate.py --prove` looks for other seeds where that one does not any more.
 FOUND_AT = {
@@ -532,4 +617,12 @@ FOUND_AT = {
     "turns_are_let_in_twice": (2, "nobody"),
     "who_waits_is_never_woken": (0, "and there is room"),
     "a_choice_is_free": (0, "do not balance"),
+    "references_come_before_their_files": (0, "before its file"),
+    "puts_that_fail_count_as_stored": (3, "before its file"),
+    "digests_are_of_other_bytes": (0, "before its file"),
+    "half_the_time_is_enough": (1, "removed s3"),
+    "the_machines_clock_says_what_is_old": (3, "removed s3"),
+    "rows_of_any_age_are_referred_to": (5, "and by a client until"),
+    "earlier_rows_begin_one_later": (0, "rows"),
+    "there_is_always_room": (11, "takes more"),
 }

@@ -121,6 +121,10 @@ class Turn:
     greedy: bool = False
     begun_at: float = 0.0
     ended_at: float = 0.0
+    #: Of records by reference: what names a file, and the sampled tokens, which the answer has itself.
+    reference: dict[str, Any] | None = None
+    in_files: dict[str, Any] | None = None
+    sampled: list[int] = field(default_factory=list)
 
     def take(self, event: dict[str, Any]) -> None:
         if "error" in event:
@@ -132,6 +136,7 @@ class Turn:
             self.prompt = next((ids for one in told if (ids := one.get("prompt_token_ids"))), [])
         if isinstance(seam := event.get("midstream"), dict) and "resumed" in seam:
             self.resumed.append(seam["resumed"])
+        self.reference = event.get("record_reference", self.reference)
         label = event["model"].rpartition("@")[2]
         for choice in event["choices"]:
             entries = (choice.get("logprobs") or {}).get("content") or []
@@ -141,6 +146,10 @@ class Turn:
                 route = entry.get("routing_matrix")
                 self.routes.append(None if route is None else base64.b64decode(route))
                 self.labels.append(label)
+            self.sampled += choice.get("token_ids") or ()
+            if choice.get("logprobs") is None:
+                self.labels += [label] * (len(self.sampled) - len(self.labels))
+            self.in_files = choice.get("routing_references", self.in_files)
             self.finish = choice.get("finish_reason") or self.finish
             if "kv_snapshots" in choice:
                 self.kv = _spans(choice["kv_snapshots"])
@@ -283,17 +292,17 @@ class Oracle:
                 f"KV of {computed_under} is {commits} commits old, at most {most} are allowed: {turn}"
             )
 
+    def expected_of(
+        self, turn: Turn, until: int, spans: list[tuple[str, int, int]]
+    ) -> list[tuple[float, bytes]]:
+        """Logprob and route of its first tokens, up to `until`, over KV computed as `spans` say."""
+        tokens, first = (turn.prompt + turn.tokens)[: len(turn.prompt) + until], len(turn.prompt)
+        return expected(tokens, first, turn.labels, spans, self.weights.__getitem__)
+
     def _check_numbers(self, turn: Turn, parts: list[tuple[int, list[tuple[str, int, int]]]]) -> None:
         first = 0
-        tokens = turn.prompt + turn.tokens
         for until, spans in parts:
-            found = expected(
-                tokens[: len(turn.prompt) + until],
-                len(turn.prompt),
-                turn.labels,
-                spans,
-                self.weights.__getitem__,
-            )
+            found = self.expected_of(turn, until, spans)
             for number in range(first, until):
                 logprob, route = found[number]
                 if turn.logprobs[number] != logprob or turn.routes[number] not in (None, route):

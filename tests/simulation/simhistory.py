@@ -29,6 +29,9 @@ from simprocess import Process
 from simpush import WITH_PUSHES, Pushes
 from simpush import kinds as push_kinds
 from simpush import settings_of as push_settings
+from simrecords import CLIENTS, Records
+from simrecords import kinds as record_kinds
+from simrecords import settings_of as record_settings
 from simstrikes import LONGEST_S, Strikes
 from simtinker import TinkerClient
 from simtrainer import HOT_LOAD, Trainer, Weights
@@ -45,12 +48,14 @@ READY_S = 60.0
 UPSET_S = 5.0
 #: What befalls pushes.
 PUSHES = frozenset(("push", "kill receiver", "hang receiver"))
+#: What befalls record files and who writes them.
+RECORDS = frozenset(("record files", "kill writer"))
 #: What keeps a server from answering for a while.
 SLOWS = frozenset(
     ("kill replica", "kill gateway", "engine dies", "stop", "stall", "bucket", "disk", "ledger", "restart")
 )
 #: What no client and no session notices.
-HARMLESS = frozenset(("signal", "bucket", "clock", "staging", "disk", "ledger")) | PUSHES
+HARMLESS = frozenset(("signal", "bucket", "clock", "staging", "disk", "ledger", "record files")) | PUSHES
 #: Of histories, those with policies.
 WITH_POLICIES = 0.4
 #: Of histories, those with streams that kill each engine that goes on with them.
@@ -79,6 +84,7 @@ class Plan:
     #: Of engines that take weights in place.
     ranks: int = 0
     agents: int = 0
+    record_clients: int = 0
 
 
 def plan_of(seed: int, kind: HistoryKind = HistoryKind.PLAIN) -> Plan:
@@ -127,6 +133,27 @@ def _plan_of_pushes(seed: int) -> Plan:
         settings["deployment"]["transition"] = "async"
         settings["replica"]["resident_snapshots"] = 1
     return Plan(settings, in_order, rng.choice((1, 1, 2)), 0, 0, ranks)
+
+
+def _plan_of_records(seed: int) -> Plan:
+    rng = random.Random(f"{seed} records")
+    settings: dict[str, Any] = {
+        "deployment": {
+            "replicas": rng.choice((1, 2, 2, 3)),
+            "transition": rng.choice(("async", "async", "sync")),
+        },
+        "gateway": {"workers": rng.choice((1, 2))},
+        "replica": {"pin_drain_s": 0.5, "resident_snapshots": rng.choice((1, 2))},
+        "tinker": TinkerSettings(enabled=False),
+        "records": record_settings(rng),
+    }
+    made = [Entry(round(at, 3), kind, value) for at, kind, value in record_kinds(rng)]
+    made += [_entry("signal", rng) for _ in range(rng.randint(2, 6))]
+    for kind in ("kill replica", "engine dies", "kill gateway", "stop", "stall", "clock", "restart", "scale"):
+        if rng.random() < 0.3:
+            made += [_entry(kind, rng) for _ in range(rng.randint(1, 2))]
+    in_order = tuple(sorted(made, key=lambda entry: entry.at))
+    return Plan(settings, in_order, 1, 0, 0, record_clients=rng.randint(*CLIENTS))
 
 
 def _plan(seed: int) -> Plan:
@@ -249,6 +276,7 @@ _PLANS = {
     HistoryKind.REBASES: _plan_of_rebases,
     HistoryKind.AGENTS: _plan_of_agents,
     HistoryKind.LEAVES: _plan_of_leaves,
+    HistoryKind.RECORDS: _plan_of_records,
 }
 
 
@@ -293,6 +321,9 @@ class History:
         )
         self._policies = Policies(PORT, self.world, BUCKET, weights, self._say, seed)
         self._agents = Agents(PORT, self.world, seed, self._count)
+        self._records = Records(
+            PORT, self.world, self.oracle, self.plan.settings.get("records"), seed, self._say
+        )
         limits = self.plan.settings.get("push", PushSettings())
         strikes = None
         if kind is HistoryKind.PUSHES:
@@ -355,6 +386,13 @@ class History:
             client = self._policies.client(number, self.seed)
             self._clients.append(client)
             self._clients_run.append(world.outside(client.name, client.run()))
+        for number in range(self.plan.record_clients):
+            client = self._records.client(number)
+            client.undisturbed = lambda: not self._disturbed
+            self._clients.append(client)
+            self._clients_run.append(world.outside(client.name, client.run()))
+        if self.plan.record_clients:
+            self._clients_run.append(world.outside("reader", self._records.read_on()))
         for number in range(self.plan.agents):
             self._clients_run.append(world.outside(f"agent-{number}", self._agents.run(number)))
         if self.plan.agents:
@@ -409,6 +447,10 @@ class History:
         self._disturbed = self._disturbed or not (of_policy or entry.kind in HARMLESS)
         if of_policy:
             await self._policies.befall(entry.kind, entry.value)
+            self._count(f"event: {entry.kind}")
+            return
+        if entry.kind in RECORDS:
+            await self._records.befall(entry.kind, entry.value, self._kill)
             self._count(f"event: {entry.kind}")
             return
         if entry.kind in PUSHES:
@@ -589,6 +631,7 @@ class History:
         for client in (*self._clients, *self._samplers):
             client.over = True
         self._agents.stop()
+        self._records.calm()
         self._say("calm")
         self._count("calm")
         ending = world.outside("end", self._end())
@@ -635,6 +678,8 @@ class History:
             pushed = await self._pushes.end_well(self.world.now + CALM_S)
             await self._all_answer_by(asking, pushed)
         self.trainer.check_rebases()
+        if self.plan.record_clients:
+            await self._records.end_well()
         await self._all_are_there(self.world.now + CALM_S)
         if self.plan.policy_clients:
             await self._policies.all_are_well(self.world.now + CALM_S)

@@ -15,6 +15,8 @@ class HistoryKind(enum.Enum):
     AGENTS = "agents"
     #: Machines of replicas are taken away on a notice, and come back.
     LEAVES = "leaves"
+    #: Clients want records by reference, and their bucket has troubles of its own.
+    RECORDS = "records"
 
 
 #: Of those that an option of simulate.py asks for.
@@ -23,4 +25,5 @@ WORDS = {
     HistoryKind.REBASES: "histories of long chains of deltas, which are rebased",
     HistoryKind.AGENTS: "histories with agents, whose sessions wait for room in KV caches",
     HistoryKind.LEAVES: "histories in which replicas are asked to leave, and come back",
+    HistoryKind.RECORDS: "histories of records by reference, whose bucket fails, tears files and forgets",
 }

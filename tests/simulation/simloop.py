@@ -3,7 +3,8 @@
 Owns: what runs next. Each callback belongs to a process (by its context); a process's own callbacks run in their order, and of
 several processes that have something to do at one moment any may be next: the seed says which.
 Always holds: nothing of a dead process runs. Callbacks of a stopped process wait until it goes on. Time passes only when no
-process has anything to do. Work that is given to threads runs here, at a later moment, in one piece.
+process has anything to do. Work that is given to threads runs here, at a later moment. It runs in one piece, unless what it
+calls pauses it.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any
+
+from greenlet import getcurrent, greenlet
 
 if TYPE_CHECKING:
     from simnet import Network
@@ -74,6 +77,8 @@ class SimLoop(asyncio.AbstractEventLoop):
         self._ready: dict[Process, deque[asyncio.Handle]] = {}
         #: What no process foresaw.
         self.unforeseen: list[str] = []
+        #: Threads' work that was paused. It is kept, as nothing of a dead process is cleaned up.
+        self._paused: list[greenlet] = []
 
     # -- the run
 
@@ -202,12 +207,23 @@ class SimLoop(asyncio.AbstractEventLoop):
                 value = func(*args)
             # As in a thread.
             except Exception as error:  # noqa: BLE001
-                result.set_exception(error)
+                if not result.cancelled():
+                    result.set_exception(error)
             else:
-                result.set_result(value)
+                if not result.cancelled():
+                    result.set_result(value)
 
-        self.call_later(self._rng.random() * THREAD_S, work)
+        self.call_later(self._rng.random() * THREAD_S, _in_thread, work)
         return result
+
+    def pause(self, seconds: float) -> None:
+        """Lets so much time pass for the work of a thread. What is no such work goes on at once."""
+        thread = getcurrent()
+        if thread.parent is None:
+            return
+        self._paused.append(thread)
+        self.call_later(seconds, thread.switch)
+        thread.parent.switch()
 
     def is_running(self) -> bool:
         return True
@@ -261,6 +277,12 @@ class SimLoop(asyncio.AbstractEventLoop):
     async def sock_accept(self, sock: Any) -> Any:
         """Listening sockets are not handed over here."""
         await self.create_future()
+
+
+def _in_thread(work: Callable[[], None]) -> None:
+    thread = greenlet(work)
+    thread.gr_context = contextvars.copy_context()
+    thread.switch()
 
 
 def _shown(error: BaseException | None) -> str:

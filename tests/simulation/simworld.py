@@ -26,6 +26,7 @@ import uvicorn.server
 from simbucket import Bucket
 from simdisk import Disk
 from simengine import SimEngine, weights_of
+from simfiles import LOOK_S, LOOKS_EVERY, RECORDS, RecordBucket, SimJournal, look_on
 from simloop import PROCESS, SimLoop
 from simnet import Network, SimSocket
 from simpeers import PeerStore
@@ -37,8 +38,10 @@ import midstream.launch.replica as replica_module
 import midstream.launch.supervisor as supervisor_module
 import midstream.ledger.transfers as transfers_module
 import midstream.proxy.server as proxy_server
+import midstream.replica.record_files as record_files_module
 import midstream.snapshots.store.kept as kept_module
 import midstream.snapshots.store.listing as listing_module
+import midstream.snapshots.store.objects as objects_module
 import midstream.snapshots.store.peers as peers_module
 import midstream.snapshots.store.received as received_module
 import midstream.snapshots.store.upload as upload_module
@@ -121,6 +124,7 @@ class World:
         self.supervisor: Supervisor | None = None
         self.counts: Counter[str] = Counter()
         self.wrong: list[str] = []
+        self.records = RecordBucket(random.Random(f"{seed} record files"), self.loop, self.wrong)
         #: All that were ever made, of processes that are gone too.
         self.proxies: list[tuple[Process, Proxy]] = []
         self.replicas: list[tuple[Process, Replica]] = []
@@ -263,6 +267,9 @@ class World:
         PROCESS.get().engine = engine
         return engine
 
+    def open_bucket(self, url: str) -> Any:
+        return self.records.open(url) if url.startswith(RECORDS) else self.bucket.open(url)
+
     @property
     def base_weights(self) -> int:
         return weights_of((file.name, file.read_bytes()) for file in self.model_dir.iterdir())
@@ -337,7 +344,13 @@ def _replace(world: World) -> list[tuple[Any, str, Any]]:
     put(replica_module, "make_engine", world.engine)
     put(TextModel, "load", staticmethod(_load_text))
     put(listing_module, "open_bucket", world.bucket.open)
-    put(upload_module, "open_bucket", world.bucket.open)
+    put(upload_module, "open_bucket", world.open_bucket)
+    put(objects_module, "open_bucket", world.open_bucket)
+    # They use threads.
+    put(replica_module, "Journal", functools.partial(SimJournal, world.records))
+    put(record_files_module.RecordFiles, "start", look_on)
+    put(record_files_module, "SWEEP_S", LOOK_S)
+    put(record_files_module, "LOOKS_EVERY", LOOKS_EVERY)
     put(peers_module, "open_peer", PeerStore)
     # Uploads take milliseconds here, and a replica serves nothing while it waits for one.
     put(kept_module, "KEPT_WAIT_S", KEPT_WAIT_S)

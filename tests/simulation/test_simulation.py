@@ -28,6 +28,8 @@ REBASES = [slow((2, 4)), variant((4, 44))]
 AGENTS = [slow((2, 4)), variant((4, 30))]
 #: Likewise of histories in which replicas are asked to leave.
 LEAVES = [slow((0, 3)), variant((3, 40))]
+#: Likewise of histories with records by reference.
+RECORDS = [slow((0, 3)), variant((3, 60))]
 #: Histories that failed once, and why. A change of the simulation makes other histories of these seeds: planted.py keeps the
 #: faults themselves.
 FOUND = {
@@ -78,6 +80,8 @@ FOUND_AT_ONCE = frozenset(
         "received_weights_serve_at_once",
         "lost_commits_are_dropped",
         "engines_compute_between_start_and_commit",
+        "references_come_before_their_files",
+        "half_the_time_is_enough",
     }
 )
 
@@ -158,6 +162,17 @@ def test_no_turn_is_lost_when_machines_are_taken_away_on_a_notice(block: tuple[i
     said = simulate(bed, "--leaves", "--seeds", f"{first}:{last}", "--processes", "1", "--keep-going")
     assert f"{last - first:8} end: well" in said
     assert "a replica was asked to leave" in said
+
+
+@pytest.mark.parametrize("block", RECORDS, ids=str)
+def test_a_reference_is_of_a_file_that_is_whole_and_stays_as_long_as_was_said(
+    block: tuple[int, int], bed: Path
+) -> None:
+    first, last = block
+    said = simulate(bed, "--records", "--seeds", f"{first}:{last}", "--processes", "1", "--keep-going")
+    assert f"{last - first:8} end: record files are well" in said
+    for seen in ("records: a reference", "records: shared references", "was killed when its put was"):
+        assert seen in said
 
 
 @pytest.mark.variant
