@@ -478,6 +478,7 @@ class FakeVllm:
         self.asked_busy = asyncio.Event()
         # Names that the tee does not see.
         self.unseen: list[str] = []
+        self.finite = True
         #: A rank that is given other bytes than the others.
         self.torn: int | None = None
         self._places: dict[str, Any] | None = None
@@ -773,7 +774,13 @@ class FakeVllm:
             case "midstream_close_tee":
                 self._places = None
                 seen = [
-                    {"first": rank == 0, "missing": self.unseen, "digests": {"a": "1"}, "parts": {}}
+                    {
+                        "first": rank == 0,
+                        "missing": self.unseen,
+                        "digests": {"a": "1"},
+                        "parts": {},
+                        "finite": self.finite,
+                    }
                     for rank in range(self.ranks)
                 ]
                 if self.torn is not None:

@@ -108,6 +108,9 @@ class InPlace:
 
     # -- as Control
 
+    async def read_all(self) -> None:
+        await asyncio.sleep(self._engine.slow_s(CALL_S))
+
     async def transfer(self, path: str, body: Any, within_s: float) -> None:
         try:
             async with asyncio.timeout(within_s):
@@ -124,7 +127,11 @@ class InPlace:
             return [None] * self.ranks
         assert method == CLOSE_TEE
         self._tee = None
-        return [{"first": not rank, "missing": [], "digests": {}, "parts": {}} for rank in range(self.ranks)]
+        # Not seen to be finite: the production code looks at the file.
+        return [
+            {"first": not rank, "missing": [], "digests": {}, "parts": {}, "finite": False}
+            for rank in range(self.ranks)
+        ]
 
     async def _transfer(self, path: str, body: Any) -> None:
         await asyncio.sleep(self._engine.slow_s(CALL_S))

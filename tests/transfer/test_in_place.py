@@ -32,13 +32,14 @@ from midstream.core.transfer import (
     UpdateInfo,
 )
 from midstream.core.types import Content
-from midstream.engine.base import InPlaceWeights, Tee, TransferFailed, TransferRefused
+from midstream.engine.base import InPlaceWeights, Tee, Teed, TransferFailed, TransferRefused
 from midstream.replica import transfer
 from midstream.replica.transfer import Transfers
 from midstream.snapshots import content
 from midstream.snapshots.content import directory_content, part_digest, part_digests
 from midstream.snapshots.layout import CONFIG_FILE, WEIGHTS_FILE, read_spec
 from midstream.snapshots.store.cache import SnapshotCache
+from midstream.snapshots.store.local import made_finite
 from midstream.transfer import in_place
 from midstream.transfer.files import UpdateFiles
 from midstream.transfer.in_place import InPlaceReceiver, tensors_of
@@ -62,8 +63,9 @@ class FakeWeights(InPlaceWeights):
         self.blocked = ""
         self.goes_on = asyncio.Event()
         self.info: Any = None
-        # Where the parts begin that it digests.
+        # Where the parts begin that it digests, and whether it sees finite numbers.
         self.digested: list[int] = []
+        self.finite = True
 
     async def _step(self, name: str) -> None:
         self.calls.append(name)
@@ -83,7 +85,7 @@ class FakeWeights(InPlaceWeights):
     async def hold(self, within_s: float) -> None:
         await self._step("hold")
 
-    async def write(self, update_info: Any, tee: Tee, within_s: float) -> Mapping[int, bytes]:
+    async def write(self, update_info: Any, tee: Tee, within_s: float) -> Teed:
         self.info = update_info
         with tee.path.open("r+b") as file:
             for name, (begin, end) in tee.places.items():
@@ -93,7 +95,8 @@ class FakeWeights(InPlaceWeights):
                 file.write(data)
         await self._step("write")
         with tee.path.open("rb") as file:
-            return {at: part_digest(file.fileno(), at, at + tee.part_bytes) for at in self.digested}
+            number, size = file.fileno(), tee.part_bytes
+            return Teed({at: part_digest(number, at, at + size) for at in self.digested}, self.finite)
 
     async def finish(self, within_s: float) -> None:
         await self._step("finish")
@@ -211,6 +214,28 @@ async def test_no_part_is_read_again_that_the_engine_has_digested(
     directory = Path(here.source.calls[-1].removeprefix("received "))
     assert received.content == directory_content(directory, (CONFIG_FILE, WEIGHTS_FILE))
     await here.transfers.close()
+
+
+@pytest.mark.parametrize("finite", [(True, True), (True, False), (False, True)])
+@in_a_loop
+async def test_numbers_are_looked_at_again_unless_the_engine_saw_that_all_are_finite(
+    tmp_path: Path, finite: tuple[bool, bool]
+) -> None:
+    here = Here(tmp_path)
+    await here.opened()
+    for at, here.weights.finite in enumerate(finite):
+        await here.send({field: values[at : at + 1] for field, values in INFO.items() if field != "more"})
+    await here.transfers.answer(Finish(**UPDATE))
+    [directory] = here.directories
+    assert made_finite(directory) == all(finite)
+    # The next update begins without what was seen of this one.
+    here.weights.finite = True
+    await here.transfers.answer(Begin(**{**UPDATE, "update": 2}, live_s=60.0))
+    sent = UpdateInfo(fields=INFO)
+    await here.transfers.answer(ReceiveInPlace(**{**UPDATE, "update": 2}, info=sent))
+    await here.transfers.answer(Finish(**{**UPDATE, "update": 2}))
+    [newer] = set(here.directories) - {directory}
+    assert made_finite(newer)
 
 
 @in_a_loop

@@ -11,7 +11,7 @@ import abc
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from midstream.core.types import EngineStats, GenerateRequest, GenerationEvent, ModelInfo, SwapTiming
 
@@ -78,6 +78,14 @@ class Tee:
     part_bytes: int
 
 
+class Teed(NamedTuple):
+    """What was found of tensors while they were written. parts: SHA-256 digests (32 bytes) of parts of the file that they
+    filled, by where they begin; others may lack. finite: all their numbers were seen to be."""
+
+    parts: Mapping[int, bytes]
+    finite: bool
+
+
 class InPlaceWeights(abc.ABC):
     """An engine whose own ranks take weights from a trainer, into those that serve. One group at a time.
 
@@ -105,11 +113,8 @@ class InPlaceWeights(abc.ABC):
         """Compute nothing any more. Requests stand still with their KV. Raises TransferFailed."""
 
     @abc.abstractmethod
-    async def write(self, update_info: Any, tee: Tee, within_s: float) -> Mapping[int, bytes]:
-        """Take tensors into the weights. Each of the tee's has been written there on return. Raises TransferFailed.
-
-        Returns SHA-256 digests (32 bytes) of parts of the file that these tensors filled, by where they begin; others may lack.
-        """
+    async def write(self, update_info: Any, tee: Tee, within_s: float) -> Teed:
+        """Take tensors into the weights. Each of the tee's has been written there on return. Raises TransferFailed."""
 
     @abc.abstractmethod
     async def finish(self, within_s: float) -> None:

@@ -52,6 +52,8 @@ class InPlaceReceiver(Receiver[InitInfo, UpdateInfo]):
         self._held = False
         # The digests of the file's parts that the engine has digested, by where they begin.
         self._parts: dict[int, bytes] = {}
+        # All numbers that came were seen to be finite.
+        self._finite = False
         self._trainer: TrainerStore | None = None
         self._ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._leaving: asyncio.Task[None] | None = None
@@ -88,7 +90,7 @@ class InPlaceReceiver(Receiver[InitInfo, UpdateInfo]):
         if self._leaving is not None:
             self._files.drop()
             raise ReplicaUnavailable("the group has ended")
-        self._layout, self._held, self._parts = layout, False, {}
+        self._layout, self._held, self._parts, self._finite = layout, False, {}, True
 
     def check(self, sent: UpdateInfo) -> None:
         self._open_layout.check(tensors_of(sent))
@@ -103,9 +105,11 @@ class InPlaceReceiver(Receiver[InitInfo, UpdateInfo]):
                 # Not when the update begins: its trainer may die before it sends anything.
                 await self._hold(within_s)
             tee = Tee(self._files.weights, places, PART_BYTES)
-            self._parts |= await self._weights.write(sent.fields, tee, max(0.0, until - now()))
+            teed = await self._weights.write(sent.fields, tee, max(0.0, until - now()))
         except TransferFailed as error:
             raise ReplicaUnavailable(str(error)) from error
+        self._parts |= teed.parts
+        self._finite &= teed.finite
 
     def check_complete(self) -> None:
         self._open_layout.check_complete()
@@ -118,6 +122,8 @@ class InPlaceReceiver(Receiver[InitInfo, UpdateInfo]):
         async def close() -> None:
             nonlocal content
             content = await self._files.close(header, layout.end, self._parts)
+            if self._finite:
+                await self._files.note_finite()
 
         try:
             async with asyncio.timeout(within_s):

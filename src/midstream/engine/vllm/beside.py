@@ -42,6 +42,8 @@ class WorkerWeights:
         self._control = control
         self._numbers = itertools.count(1)
         self.load_s_max = load_s_max
+        # How often they were asked to stage, and answered that; and what that was when they were seen to rest.
+        self._stagings, self._seen_at_rest = 0, -1
 
     def next(self) -> StagedWeights:
         """For another snapshot. The workers hold one at a time: the last that was loaded."""
@@ -49,7 +51,10 @@ class WorkerWeights:
 
     async def rest(self) -> None:
         """Return when no worker loads any weights, as an update in place must not run beside that. Raises StagingFailed."""
-        limit = self.load_s_max
+        limit, stagings = self.load_s_max, self._stagings
+        if self._seen_at_rest == stagings:
+            # They load only what they were asked to stage.
+            return
         try:
             async with asyncio.timeout(limit):
                 busy = await self.ask("busy", 0)
@@ -62,11 +67,18 @@ class WorkerWeights:
             ) from error
         except (CallFailed, ServerRefused) as error:
             raise StagingFailed(f"vLLM's workers do not say whether they load weights: {error}") from error
+        self._seen_at_rest = stagings
 
     async def ask(self, do: str, number: int, **arguments: Any) -> list[Any]:
         """Raises CallFailed, ServerRefused."""
         asked = {"do": do, "number": number, **arguments}
-        return await self._control.ask_workers(METHOD, asked, STEP_S_MAX, holds_up=do == "switch")
+        stages = do == "stage"
+        self._stagings += stages
+        try:
+            return await self._control.ask_workers(METHOD, asked, STEP_S_MAX, holds_up=do == "switch")
+        finally:
+            # A look at the workers while this was under way may have come before it.
+            self._stagings += stages
 
 
 class StagedWeights:

@@ -21,12 +21,13 @@ from pathlib import Path
 from typing import Any
 
 from midstream.core.table import Table
-from midstream.engine.base import EngineDied, InPlaceWeights, Tee, TransferFailed, TransferRefused
+from midstream.engine.base import EngineDied, InPlaceWeights, Tee, Teed, TransferFailed, TransferRefused
 from midstream.engine.servers.boot import ServerBoot
 from midstream.engine.servers.control import ServerRefused
 from midstream.engine.vllm.swap import Control
 from midstream.http.call import CallFailed
 from midstream.snapshots.layout import WEIGHTS_FILE
+from midstream.snapshots.tasks import all_of
 
 logger = logging.getLogger(__name__)
 
@@ -116,7 +117,7 @@ _LOCKED = (_P.JOINING, _P.PAUSING, _P.PAUSED_IN_VAIN, _P.HELD, _P.RESUMING, _P.U
 
 
 class VllmInPlace(InPlaceWeights):
-    """control: of the server that runs. lock: the engine's control lock. stand_still: pauses the server; move_on: lets it
+    """control: of the server that runs. lock: the engine's control lock. stand_still: stops the server; move_on: lets it
     compute again, unless it is paused for another reason. kill: ends the boot for a reason."""
 
     def __init__(
@@ -260,20 +261,21 @@ class VllmInPlace(InPlaceWeights):
             self._boot.in_background(self._resume(), "vLLM computes again")
             raise TransferFailed("the update is over")
 
-    async def write(self, update_info: Any, tee: Tee, within_s: float) -> Mapping[int, bytes]:
+    async def write(self, update_info: Any, tee: Tee, within_s: float) -> Teed:
         self._boot_runs()
         first = self.phase is HoldPhase.HELD
         if not first and self.phase is not HoldPhase.UNCERTAIN:
             raise TransferFailed(f"vLLM does not stand still for this update: it is {self.phase.value}")
         self._move(HoldEvent.WRITE)
         places = {name: list(place) for name, place in tee.places.items()}
+        opened = {"path": str(tee.path), "places": places, "part_bytes": tee.part_bytes}
+        ready: list[Coroutine[Any, Any, Any]] = [self._rpc(OPEN_TEE, opened, within_s)]
+        if first:
+            # Not earlier: from here on vLLM has no whole model. What it sampled is read beside that, long before the switch.
+            ready += [self._call(START, None, within_s), self._read_all()]
         try:
             async with asyncio.timeout(within_s):
-                if first:
-                    # Not earlier: from here on vLLM has no whole model.
-                    await self._call(START, None, within_s)
-                opened = {"path": str(tee.path), "places": places, "part_bytes": tee.part_bytes}
-                await self._rpc(OPEN_TEE, opened, within_s)
+                await all_of(ready)
                 await self._call(UPDATE, {"update_info": update_info}, within_s)
                 seen = await self._rpc(CLOSE_TEE, {}, within_s)
         except TimeoutError as error:
@@ -282,8 +284,9 @@ class VllmInPlace(InPlaceWeights):
             raise TransferFailed(f"vLLM did not take the tensors: {error}") from error
         if (why := _unlike(seen)) is not None:
             raise TransferFailed(f"vLLM's backend {self.backend} took the tensors {why}")
-        parts = next(rank["parts"] for rank in seen if rank["first"])
-        return {int(begin): bytes.fromhex(digest) for begin, digest in parts.items()}
+        first_rank = next(rank for rank in seen if rank["first"])
+        parts = {int(begin): bytes.fromhex(digest) for begin, digest in first_rank["parts"].items()}
+        return Teed(parts, first_rank["finite"])
 
     async def finish(self, within_s: float) -> None:
         self._boot_runs()
@@ -370,6 +373,9 @@ class VllmInPlace(InPlaceWeights):
 
     async def _call(self, path: str, body: object, within_s: float) -> None:
         await self._boot.while_alive(self._control().transfer(path, body, within_s))
+
+    async def _read_all(self) -> None:
+        await self._boot.while_alive(self._control().read_all())
 
     async def _rpc(self, method: str, arguments: Mapping[str, Any], within_s: float) -> list[Any]:
         return await self._boot.while_alive(self._control().ask_workers(method, arguments, within_s))

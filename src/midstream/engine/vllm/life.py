@@ -292,7 +292,7 @@ class VllmLife(ServerProofs):
         if not (self._paused and self._no_frozen_check):
             await self._fence.until_unchecked()
         if not self._paused:
-            await self._control.pause()
+            await self._control.stop()
 
     async def _move_on(self) -> None:
         if not self._paused:

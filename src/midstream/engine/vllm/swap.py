@@ -36,8 +36,16 @@ class Control(ServerControl):
         self._versions = versions
 
     async def pause(self, *, clear_cache: bool = False) -> None:
+        await self.stop(clear_cache=clear_cache)
+        await self.read_all()
+
+    async def stop(self, *, clear_cache: bool = False) -> None:
+        """As `pause`. What was sampled may not have been read yet."""
         clear = "true" if clear_cache else "false"
         await self._post(f"/pause?mode=keep&clear_cache={clear}", None, STEP_S_MAX)
+
+    async def read_all(self) -> None:
+        """In a pause: returns when everything that was sampled has been read. Raises CallFailed."""
         for _ in range(BARRIER):
             answer = await self._get("/is_paused", CALL_S_MAX)
             if answer.status != 200 or read_object(answer.body).get("is_paused") is not True:

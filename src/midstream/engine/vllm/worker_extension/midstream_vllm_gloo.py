@@ -53,6 +53,8 @@ class GlooWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
 
     init_info_cls = GlooInitInfo
     update_info_cls = GlooUpdateInfo
+    #: Each tensor has memory of its own, to which nothing else is written.
+    own_memory = True
 
     _group: Any = None
     _info: GlooInitInfo
