@@ -105,7 +105,7 @@ class PushDoor:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._endings = Endings()
         self.counts = PushCounts()
-        #: Is called when an update was committed.
+        #: Is called when an update was committed, and serves.
         self.on_commit: Callable[[], None] = lambda: None
 
     def __repr__(self) -> str:
@@ -255,13 +255,14 @@ class PushDoor:
         self.counts.updates["fenced" if fenced else "committed"] += 1
         if out:
             self.counts.groups_ended["fenced" if fenced else "members"] += 1
-        self.on_commit()
         left_s = max(0.0, until - asyncio.get_running_loop().time())
         try:
             await publishing.served(desired, committing.replicas, left_s)
         finally:
             if out:
                 await self._endings.release(self._orders(deployment), group, group.active, drop=False)
+        # Keeping the files would take the disk and the ledger from the swap.
+        self.on_commit()
         return Finished(desired, committing.replicas, fenced)
 
     async def shutdown(self, deployment: Deployment) -> bool:
