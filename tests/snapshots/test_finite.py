@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from midstream.core.errors import SnapshotCorrupt, SnapshotNotFinite
 from midstream.snapshots import finite
-from midstream.snapshots.finite import check_finite, first_bad, shows_finite
+from midstream.snapshots.finite import check_finite, first_bad, parts_show_finite, shows_finite
 from midstream.snapshots.layout import DTYPE_BITS, read_file_layout
 
 FILE = "model.safetensors"
@@ -113,6 +113,46 @@ def test_the_largest_words_show_that_ordinary_weights_are_finite(tmp_path: Path,
     file = written(tmp_path, {"t": (dtype, [64], weights)}, spaces=0) / FILE
     assert shows_finite(read_file_layout(file), largest(file.read_bytes()))
     assert not shows_finite(read_file_layout(file), {})
+
+
+def parts_of(file: Path, part_bytes: int) -> dict[int, dict[int, int]]:
+    data = file.read_bytes()
+    return {at: largest(data[at : at + part_bytes]) for at in range(0, len(data), part_bytes)}
+
+
+@given(
+    dtypes=st.lists(st.sampled_from(sorted(DTYPE_BITS)), min_size=1, max_size=3),
+    raw=st.binary(min_size=24, max_size=24),
+    spaces=st.integers(0, 3),
+    part_bytes=st.sampled_from([16, 64, 256, 1024]),
+)
+def test_no_part_hides_a_number_that_is_not_finite(
+    tmp_path_factory: pytest.TempPathFactory, dtypes: list[str], raw: bytes, spaces: int, part_bytes: int
+) -> None:
+    whole = {f"t{i}": (dtype, [8 * 24 // DTYPE_BITS[dtype]], raw) for i, dtype in enumerate(dtypes)}
+    file = written(tmp_path_factory.mktemp("file"), whole, spaces=spaces) / FILE
+    if parts_show_finite(file, parts_of(file, part_bytes)):
+        check(file.parent)
+
+
+@pytest.mark.parametrize("part_bytes", [16, 64, 256, 1024])
+def test_the_words_of_a_header_do_not_hide_that_numbers_of_f16_are_finite(
+    tmp_path: Path, part_bytes: int
+) -> None:
+    weights = torch.linspace(-3.0, 3.0, 64).to(torch.float16)
+    raw = weights.view(torch.uint8).numpy().tobytes()
+    file = written(tmp_path, {"t": ("F16", [64], raw)}, spaces=0) / FILE
+    parts = parts_of(file, part_bytes)
+    assert not shows_finite(read_file_layout(file), largest(file.read_bytes()))
+    assert parts_show_finite(file, parts)
+    # One that nobody looked for.
+    assert not parts_show_finite(file, {**parts, 0: {}})
+    data = bytearray(file.read_bytes())
+    for place in range(len(data) - len(raw), len(data), 2):
+        data[place : place + 2] = (0x7C00).to_bytes(2, "little")
+        file.write_bytes(data)
+        assert not parts_show_finite(file, parts_of(file, part_bytes))
+        data[place : place + 2] = raw[place - len(data) :][:2]
 
 
 @pytest.mark.parametrize("dtype", sorted(DTYPE_BITS.keys() - FLOATS.keys()))

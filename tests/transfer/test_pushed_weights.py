@@ -149,7 +149,7 @@ def test_a_pushed_number_that_is_not_finite_is_named_and_never_serves(
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_pushed_numbers_are_seen_as_they_are_digested_and_not_read_again(
     tmp_path: Path,
     tiny_model: Callable[..., Path],

@@ -94,7 +94,7 @@ def test_numbers_count_as_finite_only_where_all_are(
     file.write(data.data, len(header))
     _, finite = file.close(header, len(header) + len(data))
     # The second look is for what the words of the file do not show.
-    assert finite == (place is None and name in {"F32", "BF16"})
+    assert finite == (place is None and name in {"F32", "BF16", "F16"})
 
 
 def test_a_piece_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:

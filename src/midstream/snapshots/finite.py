@@ -7,7 +7,7 @@ first bad number, the number and the file. It is the same on every machine.
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -153,7 +153,8 @@ def first_bad(dtype: str, data: np.ndarray) -> tuple[int, int] | None:
 def shows_finite(layout: FileLayout, largest: Mapping[int, int]) -> bool:
     """Whether the largest words of a file show that all its numbers are finite. False: they do not show it, and it may be.
 
-    They show it of BF16 and F32. The words of other tensors in the file may be larger, and of F16 those of the header are.
+    They show it of BF16 and F32, and of F16 without the header, some of whose words are larger. Those of other tensors may be,
+    too.
 
     largest: of all words of the file, little-endian and without their highest bit, by how many bits they have.
     """
@@ -168,16 +169,31 @@ def shows_finite(layout: FileLayout, largest: Mapping[int, int]) -> bool:
     return True
 
 
-def parts_show_finite(file: Path, parts: Collection[Mapping[int, int]]) -> bool:
-    """As `shows_finite`. parts: the largest words of each part of the file; empty where nobody looked for them."""
-    if not parts or not all(parts):
+def parts_show_finite(file: Path, parts: Mapping[int, Mapping[int, int]]) -> bool:
+    """As `shows_finite`. parts: the largest words of each part of the file, by where it begins; empty where nobody looked for
+    them."""
+    if not parts or not all(parts.values()):
         return False
-    largest = {bits: max(part[bits] for part in parts) for bits in next(iter(parts))}
     try:
-        return shows_finite(read_file_layout(file), largest)
-    except SnapshotError:
+        layout = read_file_layout(file)
+        if any(spec.dtype == "F16" for spec in layout.tensors.values()):
+            parts = _without_header(file, layout, parts)
+    except (SnapshotError, OSError):
         # Its reader says what is wrong.
         return False
+    return shows_finite(layout, {bits: max(part[bits] for part in parts.values()) for bits in (16, 32)})
+
+
+def _without_header(
+    file: Path, layout: FileLayout, parts: Mapping[int, Mapping[int, int]]
+) -> dict[int, Mapping[int, int]]:
+    """The parts, with those 16-bit words alone that lie behind the header. A part without the header is not read."""
+    # Where words begin, from the beginning of the file on.
+    start = layout.data_start + layout.data_start % 2
+    end = min((begin for begin in parts if begin >= start), default=None)
+    words = np.fromfile(file, "<u2", -1 if end is None else (end - start) // 2, offset=start)
+    behind = int((words & 0x7FFF).max(initial=0))
+    return {begin: part if begin >= start else {**part, 16: behind} for begin, part in parts.items()}
 
 
 def all_finite(dtype: str, data: np.ndarray) -> bool:

@@ -88,7 +88,7 @@ class UpdateFile:
             found = self._digester.map(partial(read_parts, self._file), in_groups(missing))
             parts = dict(zip((begin for begin, _ in missing), chain.from_iterable(found), strict=True))
             parts |= {begin: future.result()[0] for begin, future in self._beside_parts.items()}
-            finite = parts_show_finite(self._path, [part.largest for part in parts.values()])
+            finite = parts_show_finite(self._path, {at: part.largest for at, part in parts.items()})
             return combined(parts[begin].digest for begin, _ in ranges), finite
         finally:
             self.forget()

@@ -232,7 +232,8 @@ class _PartialFile:
     def shows_finite(self) -> bool:
         """Whether the pass that digested the parts showed all numbers to be finite. Only when no part is missing."""
         seen = self._largest
-        return seen.keys() == self._digests.keys() and parts_show_finite(self.path, seen.values())
+        largest = {self._range(number)[0]: part for number, part in seen.items()}
+        return seen.keys() == self._digests.keys() and parts_show_finite(self.path, largest)
 
     @property
     def has_weights(self) -> bool:

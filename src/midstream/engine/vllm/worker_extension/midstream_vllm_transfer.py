@@ -1,9 +1,9 @@
 """A worker extension of vLLM, on any device, for servers into which trainers write weights (--weight-transfer-config).
 
 It registers the backend `gloo` in vLLM's factory, and shows what any backend brings: the first rank writes each tensor that
-passes `load_weights` into a file, too, at a place that the replica chose, sees if its numbers are finite, and digests the file's
-parts as they become whole. Where there are several ranks, each says the digests of the tensors that it was given, so that the
-replica compares them. Other threads do this, beside what the ranks load. It loads the extension of all servers, too
+passes `load_weights` into a file, too, at a place that the replica chose, sees if its numbers are finite, and digests the parts
+of the file as they become whole. Where there are several ranks, each says the digests of the tensors that it was given, so that
+the replica compares them. Other threads do this, beside what the ranks load. It loads the extension of all servers, too
 (midstream_vllm_worker.py).
 """
 
@@ -128,7 +128,7 @@ def _part_digest(file: int, begin: int, size: int) -> str:
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:
-    """Whether no number is infinite or NaN, as all_finite of snapshots/finite.py says it; also false for a dtype that is not known.
+    """Whether no number is infinite or NaN, as all_finite of snapshots/finite.py says it. False for an unknown dtype, too.
 
     tensor: on the CPU, with one dimension.
     """
