@@ -109,7 +109,8 @@ class InPlace:
     # -- as Control
 
     async def read_all(self) -> None:
-        await asyncio.sleep(self._engine.slow_s(CALL_S))
+        # What the engine computed is read in the turn in which it was.
+        pass
 
     async def transfer(self, path: str, body: Any, within_s: float) -> None:
         try:

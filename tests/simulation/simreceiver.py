@@ -288,7 +288,10 @@ class ReceiverEnd(asyncio.Protocol):
         if self.hung:
             return
         for order in self._frames.feed(data):
-            self._orders.put_nowait(order)
+            if isinstance(order, m.Ping):
+                self._transport.write(bytes(ipc.frame(m.OrderDone(order.call))))
+            else:
+                self._orders.put_nowait(order)
 
     def connection_lost(self, error: Exception | None) -> None:
         self._receivers.end(self.process)

@@ -30,6 +30,7 @@ from midstream.snapshots.content import PART_BYTES, directory_content
 from midstream.snapshots.layout import CONFIG_FILE, WEIGHTS_FILE, read_spec
 from midstream.snapshots.store.cache import SnapshotCache
 from midstream.snapshots.store.verify import check_compatible
+from midstream.transfer import process
 from midstream.transfer import protocol as m
 from midstream.transfer.process import GlooReceiver
 from midstream.transfer.protocol import JoinGroup
@@ -245,6 +246,52 @@ def test_what_is_silent_at_a_dead_trainers_port_is_not_known_to_be_the_trainer(
     async def answer_as_http(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(b"HTTP/1.1 400 Bad Request\r\nconnection: close\r\n\r\n")
         writer.close()
+
+    run(body)
+
+
+def test_a_receiver_that_stands_still_is_killed_before_the_deadline(
+    base: Path, cache: SnapshotCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process, "PING_S", 0.05)
+    monkeypatch.setattr(process, "SILENT_S", 0.2)
+
+    async def body() -> None:
+        async with gloo_trainer(base / WEIGHTS_FILE) as trainer:
+            receiver = receiver_of(base, cache)
+            await joined(trainer, receiver)
+            await receiver.begin(SOON_S)
+            trainer.send(trainer.names, stop_after=0)
+            await trainer.reports("stopped")
+            receiving = asyncio.create_task(receiver.receive(trainer.sent(trainer.names), 10 * SOON_S))
+            assert receiver.pid is not None
+            os.kill(receiver.pid, signal.SIGSTOP)
+            with pytest.raises(ReplicaUnavailable, match=r"has not answered for 0\.2 s"):
+                await asyncio.wait_for(receiving, SOON_S)
+            await asyncio.wait_for(receiver.ended(), SOON_S)
+            assert gone(receiver.pid)
+
+    run(body)
+
+
+def test_a_receiver_that_waits_in_a_broadcast_answers_meanwhile(base: Path, cache: SnapshotCache) -> None:
+    async def body() -> None:
+        async with gloo_trainer(base / WEIGHTS_FILE) as trainer:
+            receiver = receiver_of(base, cache)
+            await joined(trainer, receiver)
+            await receiver.begin(SOON_S)
+            trainer.send(trainer.names, stop_after=0)
+            await trainer.reports("stopped")
+            receiving = asyncio.create_task(receiver.receive(trainer.sent(trainer.names), 10 * SOON_S))
+            for _ in range(3):
+                # The order to receive was begun first, so it is sent first.
+                answer = receiver._answer(receiver._living(), m.Ping)
+                assert (await asyncio.wait_for(answer, SOON_S)).error is None
+            assert not receiving.done()
+            receiver.end("done")
+            with pytest.raises(ReplicaUnavailable):
+                await receiving
+            await receiver.ended()
 
     run(body)
 

@@ -34,6 +34,11 @@ from midstream.ledger import Transfer, TransferMember
 
 #: A replica ends an order in time and says so. Its answer may be late by so much.
 ANSWER_S = 5.0
+#: A replica that is not heard for so long does not carry out an order any more. Reports come each second, and a replica takes
+#: no requests after few seconds of silence, so that a busy machine does not end a push.
+SILENT_S = 30.0
+#: Between two looks at that.
+HEARD_LOOK_S = 1.0
 #: Orders that end something take a short time.
 LEAVE_S = 5.0
 #: A replica says within this time whether the trainer's store answers.
@@ -79,8 +84,10 @@ class ReplicaOrders:
         if view is None:
             raise OrderFailed(f"{replica} is gone")
         body, timeout_s = msgspec.json.encode(order), order.within_s + ANSWER_S
+        posting = asyncio.create_task(self._replicas.post(view, TRANSFER_PATH, body, 200, timeout_s))
         try:
-            return await self._replicas.post(view, TRANSFER_PATH, body, 200, timeout_s)
+            await self._heard(replica, posting)
+            return posting.result()
         except ReplicaRefused as error:
             if error.answer.status == 400:
                 raise OrderRefused(error.answer.message, error.answer.param) from error
@@ -88,6 +95,18 @@ class ReplicaOrders:
             raise kind(error.message) from error
         except ReplicaUnavailable as error:
             raise OrderFailed(error.message) from error
+        finally:
+            posting.cancel()
+            await asyncio.wait((posting,))
+
+    async def _heard(self, replica: str, posting: asyncio.Task[bytes]) -> None:
+        """Returns when the order is answered. Raises OrderFailed when its replica falls silent."""
+        silent_s = 0.0
+        while not (await asyncio.wait((posting,), timeout=HEARD_LOOK_S))[0]:
+            # Counted in looks: one stall of this loop is no silence.
+            silent_s = 0.0 if self._replicas.heard(replica) else silent_s + HEARD_LOOK_S
+            if silent_s >= SILENT_S:
+                raise OrderFailed(f"{replica} has not been heard for {silent_s:g} s")
 
 
 @dataclass

@@ -8,6 +8,7 @@ call ends with ReplicaUnavailable, which says why. What it leaves is removed whe
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import signal
@@ -32,6 +33,9 @@ log = logging.getLogger(__name__)
 
 #: The time limits of torch are longer than the replica's by so much: the replica's decide.
 LONGER_S = 60.0
+#: The process is asked so often whether it lives, in seconds. One that does not answer for SILENT_S stands still.
+PING_S = 5.0
+SILENT_S = 30.0
 
 
 class _ReceiverLink(ipc.Link[m.OrderDone]):
@@ -63,6 +67,7 @@ class GlooReceiver(Receiver[Rendezvous, SentTensors]):
         # Why it ended; None: it has not.
         self._reason: str | None = None
         self._watch: asyncio.Task[None] | None = None
+        self._pings: asyncio.Task[None] | None = None
 
     def __repr__(self) -> str:
         return f"GlooReceiver(pid={self.pid}, calls={len(self._calls)}, {self._layout!r})"
@@ -100,6 +105,7 @@ class GlooReceiver(Receiver[Rendezvous, SentTensors]):
             self.end(f"the trainer's store does not answer ({trainer!r})")
             raise ReplicaUnavailable(self._reason or "")
         self._trainer = trainer
+        self._pings = asyncio.create_task(self._ask_for_life(), name="questions to the receiver process")
 
     async def begin(self, within_s: float) -> None:
         # Headers of large models are megabytes: in threads, here and in `finish`.
@@ -224,10 +230,28 @@ class GlooReceiver(Receiver[Rendezvous, SentTensors]):
             if not future.done():
                 future.set_exception(ReplicaUnavailable(self._reason or ""))
 
+    async def _ask_for_life(self) -> None:
+        """Ends a process that stands still, and does not leave its trainer in a broadcast until the deadline."""
+        with contextlib.suppress(ReplicaUnavailable):
+            while True:
+                await asyncio.sleep(PING_S)
+                answer = asyncio.ensure_future(self._answer(self._living(), m.Ping))
+                # Nobody may wait for it any more when the process ends.
+                answer.add_done_callback(lambda done: done.cancelled() or done.exception())
+                looks = SILENT_S / PING_S
+                # Counted in looks: one stall of this loop is no silence.
+                while looks > 0 and not (await asyncio.wait((answer,), timeout=PING_S))[0]:
+                    looks -= 1
+                if not answer.done():
+                    self.end(f"the receiver process has not answered for {SILENT_S:g} s")
+                await answer
+
     async def _watch_end(self, process: subprocess.Popen[bytes], link: _ReceiverLink) -> None:
         await link.lost.wait()
         # A process that still lives sent something that cannot be understood.
         process.kill()
+        if self._pings is not None:
+            self._pings.cancel()
         code = await asyncio.to_thread(process.wait)
         if self._reason is None:
             self._reason = f"the receiver process ended {_how(code)}"

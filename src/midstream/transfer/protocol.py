@@ -1,7 +1,7 @@
 """The messages between a replica process and its receiver process. `http/ipc.py` frames them. Imports no torch.
 
 The replica sends orders. The receiver carries them out one after the other, and answers each with one `OrderDone`, which has
-the number of the call.
+the number of the call. A Ping waits for no other order.
 """
 
 from __future__ import annotations
@@ -50,7 +50,13 @@ class ForgetFile(msgspec.Struct, tag=True, frozen=True):
     call: int
 
 
-Order = JoinGroup | OpenFile | ReceiveRanges | CloseFile | ForgetFile
+class Ping(msgspec.Struct, tag=True, frozen=True):
+    """Answered at once, beside the order that is carried out."""
+
+    call: int
+
+
+Order = JoinGroup | OpenFile | ReceiveRanges | CloseFile | ForgetFile | Ping
 
 
 class OrderDone(msgspec.Struct, tag=True, frozen=True):

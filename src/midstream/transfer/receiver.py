@@ -13,6 +13,7 @@ import logging
 import os
 import socket
 import sys
+import threading
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
@@ -203,16 +204,19 @@ def _attempted(member: GroupMember, order: m.Order) -> m.OrderDone:
 
 def serve(channel: Channel[m.Order]) -> None:
     """Until the socket closes, which is seen at once: a thread of its own carries out the orders."""
-    member = GroupMember()
+    member, one_at_a_time = GroupMember(), threading.Lock()
 
-    def answer(order: m.Order) -> None:
-        with contextlib.suppress(Disconnected):
-            channel.send(_attempted(member, order))
+    def say(done: m.OrderDone) -> None:
+        with one_at_a_time, contextlib.suppress(Disconnected):
+            channel.send(done)
 
     orders = ThreadPoolExecutor(1, "orders")
     while True:
         for order in channel.receive(None):
-            orders.submit(answer, order)
+            if isinstance(order, m.Ping):
+                say(m.OrderDone(order.call))
+            else:
+                orders.submit(lambda order: say(_attempted(member, order)), order)
 
 
 def main() -> int:
