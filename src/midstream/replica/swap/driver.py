@@ -108,12 +108,8 @@ class SwapDriver:
         self._gate, self._pins, self._namespaces = entrance.gate, entrance.pins, entrance.namespaces
         self._checker = checker
         self._monotonic = monotonic
-        self._on_change, self._on_settled, self._on_engine_death = (
-            callbacks.change,
-            callbacks.settled,
-            callbacks.death,
-        )
-        self._on_swapped = callbacks.swapped
+        self._on_change, self._on_settled = callbacks.change, callbacks.settled
+        self._on_engine_death, self._on_swapped = callbacks.death, callbacks.swapped
         self._ties, self._on_served = callbacks.ties, callbacks.served
         self._attempts = Attempts(machine, proved=engine.proves_staged)
         self._attempt: asyncio.Task[None] | None = None
