@@ -8,7 +8,8 @@ turns, in the other order each round. No server has requests.
 Reported for each phase of control (init, start, update, finish, shutdown) in medians over the rounds, in ms: what the client
 waited for either, and the difference. midstream promises more in two of them, which is shown beside:
     update   the server is paused before the first tensor and vLLM's own start is called then, and the tensors are written down
-    finish   returns once the weights serve and are proved: `finish_swap_ms` of it is the swap, as the replica reports it
+    finish   returns once the weights serve and are proved: `finish_swap_ms` of it is the swap, as the replica reports it.
+             `finish_control_ms` is what is left without the proof, which vLLM does not make: the swap's verifying and check
 
     python vllm_push.py [--models 10MB 1GB] [--rounds 7] [--write]
 """
@@ -41,6 +42,7 @@ SOURCE = Path(__file__).parents[1] / "src"
 BACKEND = "gloo"
 #: Parts of a swap, as the replica reports them.
 SWAP = ("fetch_ms", "verify_ms", "stage_ms", "check_ms")
+PROOF = ("verify_ms", "check_ms")
 
 
 class BareVllm(Vllm):
@@ -138,6 +140,7 @@ def measured(model: Model, directories: Sequence[Path], rounds: int, folder: Pat
                     swap = client.snapshots.status().replicas[0].last_swap or {}
                     took["finish_swap_ms"] = sum(swap[part] for part in SWAP)
                     took |= {f"finish_{part}": swap[part] for part in SWAP}
+                    took["finish_control_ms"] = took["finish_ms"] - sum(swap[part] for part in PROOF)
                 say(f"{model.name} {name}: {', '.join(f'{k} {v:.1f}' for k, v in took.items())}")
                 if number:
                     found[name].append(took)
@@ -155,7 +158,8 @@ def differences(found: Mapping[str, Sequence[Mapping[str, float]]]) -> dict[str,
         phase: round(statistics.median(ours[f"{phase}_ms"] - bare[f"{phase}_ms"] for bare, ours in pairs), 2)
         for phase in PHASES
     }
-    return {**sides, "more_ms": more}
+    control = [ours["finish_control_ms"] - bare["finish_ms"] for bare, ours in pairs]
+    return {**sides, "more_ms": {**more, "finish_control": round(statistics.median(control), 2)}}
 
 
 def _bytes(directory: Path) -> int:

@@ -31,6 +31,11 @@ def render(result: dict[str, Any]) -> str:
             for phase in PHASES
         ]
         ours = line["midstream"]
+        if "finish_control_ms" in ours:
+            control = [
+                f"{value:.0f}" for value in (ours["finish_control_ms"], line["more_ms"]["finish_control"])
+            ]
+            body.insert(PHASES.index("finish") + 1, ["finish, without its proof", "", *control])
         parts += [
             f"{line['bytes'] / 1e6:.0f} MB:",
             table(HEAD, body),
