@@ -17,6 +17,7 @@ from postgres import PASSWORD, Postgres, Wire
 
 from midstream.core.errors import ConfigError
 from midstream.ledger import Event, Ledger, LedgerUnavailable, SignalResult, TransferMember
+from midstream.ledger.database import Database
 
 pytestmark = pytest.mark.slow
 
@@ -103,6 +104,53 @@ def test_a_lost_connection_is_a_retryable_error_or_none(
         assert [row.identity for row in await ledger.snapshots(DEPLOYMENT)] == ["a", "b"]
 
     on_ledger(postgres_url, work)
+
+
+def test_after_a_failover_no_connection_stays_with_the_server_that_takes_no_writes_any_more(
+    postgres_process: Postgres, postgres_url: str
+) -> None:
+    """A primary that became a standby answers reads, and refuses writes on the connections that it has.
+
+    Seen elsewhere as gpustack#6105, where one refused every write for three days.
+    """
+    name = postgres_url.rpartition("/")[2]
+
+    async def work(ledger: Ledger) -> None:
+        await signal(ledger, "a")
+        with psycopg.connect(postgres_process.url("postgres"), autocommit=True) as db:
+            db.execute(f'ALTER DATABASE "{name}" SET default_transaction_read_only = on'.encode())
+            db.execute("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = %s", (name,))
+            for call in (signal(ledger, "b"), ledger.state(DEPLOYMENT)):
+                with pytest.raises(LedgerUnavailable, match="read-only"):
+                    await call
+            db.execute(f'ALTER DATABASE "{name}" RESET default_transaction_read_only'.encode())
+        assert (await signal(ledger, "b")).desired.generation == 2
+
+    on_ledger(postgres_url, work)
+
+
+def test_of_several_hosts_the_one_that_takes_writes_is_used(
+    postgres_process: Postgres, postgres_url: str
+) -> None:
+    at = f"127.0.0.1:{postgres_process.port}"
+    start, name = postgres_url.split(f"{at}/")
+
+    async def work(ledger: Ledger) -> None:
+        assert (await signal(ledger, "a")).desired.generation == 1
+
+    on_ledger(f"{start}/{name}?host=127.0.0.1:1&host={at}", work)
+
+
+def test_a_connection_that_begins_to_refuse_writes_is_given_up(postgres_url: str) -> None:
+    """As through a pooler that was moved to a standby."""
+    database = Database(postgres_url)
+    with database.write() as db:
+        db.exec_driver_sql("SET default_transaction_read_only = on")
+    with pytest.raises(LedgerUnavailable, match="read-only"), database.write() as db:
+        db.exec_driver_sql("CREATE TABLE refused (id int)")
+    with database.write() as db:
+        db.exec_driver_sql("CREATE TABLE taken (id int)")
+    database.close()
 
 
 def test_a_writer_that_waits_too_long_is_told_to_retry_and_readers_do_not_wait(postgres_url: str) -> None:

@@ -38,6 +38,8 @@ CONNECT_TIMEOUT_S = 5
 #: PostgreSQL's advisory lock of a process that creates tables.
 _CREATING = 0x6D696473
 _READS_ONLY = "midstream_reads_only"
+#: PostgreSQL's code of a write that is refused: after a failover, the connection is to a standby.
+_READ_ONLY_TRANSACTION = "25006"
 #: The counter's only row, before the first change.
 _NO_CHANGE = {"id": 1, "last": 0, "forgotten": 0}
 _DRIVERS = ("sqlite", "postgresql+psycopg")
@@ -112,6 +114,8 @@ class Database:
             with engine.begin() as db:
                 yield db
         except DBAPIError as error:
+            if getattr(error.orig, "sqlstate", None) == _READ_ONLY_TRANSACTION:
+                self.engine.dispose()
             raise LedgerUnavailable(f"the ledger cannot be used now: {_reason(error)}") from error
 
 
@@ -153,6 +157,8 @@ def _connect_arguments(url: sa.URL) -> dict[str, Any]:
         # Behind a PgBouncer, the next transaction may find another client's statements under the same names.
         "prepare_threshold": None,
         "connect_timeout": CONNECT_TIMEOUT_S,
+        # Not a standby, which a name may still lead to after a failover. Of several hosts, the primary.
+        "target_session_attrs": "read-write",
         "keepalives_idle": CONNECT_TIMEOUT_S,
         "keepalives_interval": 2,
         "keepalives_count": 3,
