@@ -60,6 +60,10 @@ class Extras(msgspec.Struct):
     in_files: Sequence[InFiles] = ()
 
 
+#: Of an event that ends no choice.
+NOTHING = Extras()
+
+
 class Ending(msgspec.Struct, frozen=True):
     """How a choice ended. stop_text, stop_token: the stop string or the token that ended it. spans: the snapshots of its
     tokens. kv, earlier_kv: as in Choice. whole: all that it said, where the wire keeps it."""

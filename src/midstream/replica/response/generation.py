@@ -28,7 +28,7 @@ from midstream.engine.base import Engine, EngineDied, StreamLost
 from midstream.replica.gate import Gate
 from midstream.replica.record_files import RecordFiles
 from midstream.replica.request.checked import Checked, Prompt
-from midstream.replica.response.answer import Extras, Parts, ResponseHead
+from midstream.replica.response.answer import NOTHING, Extras, Parts, ResponseHead
 from midstream.replica.response.choice import Choice, Piece
 from midstream.replica.response.engine_events import EngineEvents
 from midstream.replica.response.measured import Measured, Timings
@@ -43,8 +43,6 @@ from midstream.replica.text.toolformat import ToolFormat
 from midstream.replica.turns.history import History, branches_of
 from midstream.replica.wire.base import Wire
 
-#: Of an event that ends no choice.
-NOTHING = Extras()
 #: Events of a resumed stream; each takes a few microseconds.
 REPLAYED_AT_ONCE = 256
 

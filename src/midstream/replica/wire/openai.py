@@ -12,6 +12,7 @@ from math import isnan
 
 import msgspec
 from msgspec import UNSET, UnsetType
+from msgspec.structs import replace
 
 from midstream.core.references import PARQUET, InFiles
 from midstream.core.sse import json_line, sse_event
@@ -19,12 +20,14 @@ from midstream.core.types import ALLOWED, TokenRecord
 from midstream.replica.request.checked import Checked, Prompt
 from midstream.replica.request.schema import parse_chat, parse_completion
 from midstream.replica.response.answer import (
+    NOTHING,
     ChoicePart,
     Ending,
     Extras,
     ResponseHead,
     TokenEncoder,
     first_and_last_version,
+    joined,
 )
 from midstream.replica.response.choice import Piece, ToolCall
 from midstream.replica.response.records import (
@@ -89,6 +92,13 @@ class OpenAIEncoder(RecordEncoder):
     # -- responses
 
     def event(self, part: ChoicePart, extras: Extras) -> bytes:
+        if part.first and self._chat and self._content:
+            # As OpenAI does: the SDKs' helpers count numbers twice that come in the chunk that opens a choice.
+            nothing = ChoicePart(part.index, part.prompt, part.snapshot, (), joined((), part.snapshot), True)
+            return self._event(nothing, NOTHING) + self._event(replace(part, first=False), extras)
+        return self._event(part, extras)
+
+    def _event(self, part: ChoicePart, extras: Extras) -> bytes:
         choice, snapshot = self._choice(part), part.snapshot
         if part.first or part.ending is not None or self.seam is not UNSET:
             prompt_ids = choice.prompt_token_ids if self._chat else UNSET
