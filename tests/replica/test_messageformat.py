@@ -167,6 +167,22 @@ def test_what_a_template_leaves_out_is_refused_with_its_place(
         rendered(model_of(LOSSY[name]), messages, None)
 
 
+@pytest.mark.parametrize("name", ["first alone", "strict"])
+def test_a_later_system_message_is_refused_in_the_words_upon_which_claude_code_leaves_it_out(
+    name: str,
+) -> None:
+    """It sends them since 2.1.154, and again without them upon a 400 in the words of Anthropic's API (colibri#725)."""
+    messages = [{"role": "user", "content": "a"}, {"role": "system", "content": "late"}]
+    with pytest.raises(InvalidRequest, match="role 'system' is not supported on this model"):
+        rendered(model_of(LOSSY[name]), messages, None)
+
+
+def test_what_a_template_refuses_without_later_system_messages_too_is_not_laid_to_them() -> None:
+    messages = [{"role": role, "content": "a"} for role in ("user", "system", "critic")]
+    with pytest.raises(InvalidRequest, match=r"^messages: the chat template refused them: "):
+        model_of(LOSSY["strict"]).render(messages)
+
+
 def test_text_beside_calls_is_refused_where_the_template_shows_calls_alone() -> None:
     text = model_of(LOSSY["calls alone"])
     call = {"id": "c", "type": "function", "function": {"name": "look", "arguments": "{}"}}

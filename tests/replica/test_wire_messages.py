@@ -167,7 +167,9 @@ def block(kind: str, role: str = "user", **more: Any) -> list[Any]:
         ({"max_tokens": 0}, "max_tokens", ">= 1"),
         ({"temperature": 1.5}, "temperature", "<= 1.0"),
         ({"messages": []}, "messages", "at least one"),
-        ({"messages": [{"role": "system", "content": "a"}]}, "messages", "messages[0].role: must be user"),
+        ({"messages": [{"role": "tool", "content": "a"}]}, "messages", "messages[0].role: must be user"),
+        ({"messages": [*USER, {"role": "system", "content": [{"type": "image"}]}]}, "messages",
+         "messages[1].content[0]: blocks of type 'image'"),
         ({"messages": [{"role": "user", "content": "a", "x": 1}]}, "messages[0].x", "Extra inputs"),
         ({"messages": [*USER, {"role": "assistant", "content": "{"}]}, "messages", "(prefill)"),
         ({"messages": block("image", source={})}, "messages", "messages[0].content[0]: blocks of type 'image'"),
@@ -218,6 +220,31 @@ def test_mistakes_are_refused_by_the_names_of_this_api(
         assert here.engine.requests == []
 
     play(tmp_path, scenario, lambda: an_engine("a", tools=True), tools=True)
+
+
+def test_system_messages_may_stand_behind_others() -> None:
+    """As Claude Code sends them since 2.1.154 (ollama#16372)."""
+    body = chat(
+        system="Be kind.",
+        messages=[
+            *USER,
+            {
+                "role": "system",
+                "content": [{"type": "text", "text": "Agents: "}, {"type": "text", "text": "a"}],
+            },
+            {"role": "assistant", "content": "So"},
+            {"role": "user", "content": "and?"},
+            {"role": "system", "content": "Be brief."},
+        ],
+    )
+    assert [(one["role"], one["content"]) for one in body.messages] == [
+        ("system", "Be kind."),
+        *((one["role"], one["content"]) for one in USER),
+        ("system", "Agents: a"),
+        ("assistant", "So"),
+        ("user", "and?"),
+        ("system", "Be brief."),
+    ]
 
 
 @pytest.mark.parametrize(("at", "place", "param"), [(0, "system", "system"), (2, "messages[1]", "messages")])

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
@@ -20,7 +21,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from midstream.core.errors import ConfigError, ContextExceeded, InvalidRequest
 from midstream.replica.text import messageformat, reasoning_tags
-from midstream.replica.text.messageformat import MessageFormat
+from midstream.replica.text.messageformat import NO_LATER_SYSTEM, MessageFormat, without_later_system
 from midstream.replica.text.reasoning_tags import ReasoningFormat
 from midstream.replica.text.text_jobs import Leave
 from midstream.replica.text.token_bound import tokens_at_least, utf8_size
@@ -203,9 +204,12 @@ class TextModel:
             )
         except Exception as error:
             # A template may raise anything on messages it does not take.
-            raise InvalidRequest(
-                f"messages: the chat template refused them: {error}", param="messages"
-            ) from error
+            why = f"the chat template refused them: {error}"
+            if len(others := without_later_system(messages)) < len(messages):
+                with suppress(InvalidRequest):
+                    self._rendered(others, tools, generation_prompt=generation_prompt, variables=variables)
+                    why = f"{NO_LATER_SYSTEM}: {why}"
+            raise InvalidRequest(f"messages: {why}", param="messages") from error
         return str(rendered[0])
 
     def _begun(self, answer: dict[str, Any]) -> str | None:

@@ -26,6 +26,8 @@ _PROBE = "zprobez"
 _USER = {"role": "user", "content": "x"}
 _ANSWER = {"role": "assistant", "content": "y"}
 _SYSTEM = ("system", "developer")
+#: Begins with the words of Anthropic's API: Claude Code sends the request again without such messages (colibri#725).
+NO_LATER_SYSTEM = "role 'system' is not supported on this model behind other messages"
 _NAMED = ("system", "developer", "user", "assistant")
 
 
@@ -68,7 +70,7 @@ class MessageFormat:
             if begins and self._role(role) == "system" and not self.system:
                 return "role", "system messages"
             if not begins and self._role(role) not in self.later:
-                return "role", "system messages that stand behind others"
+                return "role", f"system messages that stand behind others ({NO_LATER_SYSTEM})"
         if role == "tool" and content and not self.results:
             return "role", "the results of tools"
         if role != "assistant":
@@ -98,6 +100,12 @@ class MessageFormat:
         thought = reasoning_tags.of_message(message) if role == "assistant" else ""
         # Templates read one of these names.
         return {**dict.fromkeys(reasoning_tags.FIELDS, thought), **message} if thought else message
+
+
+def without_later_system(messages: Sequence[Message]) -> list[Message]:
+    """The messages but for system messages that stand behind others."""
+    leading = next((at for at, one in enumerate(messages) if one["role"] not in _SYSTEM), len(messages))
+    return [*messages[:leading], *(one for one in messages[leading:] if one["role"] not in _SYSTEM)]
 
 
 def examine(render: Render, arguments: Arguments | None, *, thinks: bool) -> MessageFormat:

@@ -140,8 +140,12 @@ def _chat_of(message: dict[str, Any], where: str) -> list[dict[str, Any]]:
         if name not in ("role", "content"):
             raise UnknownField(f"{where}.{name}")
     role, content = message.get("role"), message.get("content")
-    if role not in ("user", "assistant"):
-        raise InvalidRequest(f"{where}.role: must be user or assistant, got {role!r}", param="messages")
+    if role not in ("user", "assistant", "system"):
+        raise InvalidRequest(
+            f"{where}.role: must be user, assistant or system, got {role!r}", param="messages"
+        )
+    if role == "system":
+        return [{"role": role, "content": text_of(content, f"{where}.content", "messages")}]
     if isinstance(content, str):
         return [{"role": role, "content": content}]
     if not isinstance(content, list):
