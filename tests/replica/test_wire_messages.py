@@ -201,6 +201,7 @@ def block(kind: str, role: str = "user", **more: Any) -> list[Any]:
         ({"output_config": {"format": {"type": "json_schema", "schema": {"type": "colour"}}}}, "output_config",
          "output_config.format: "),
         ({"context_management": {"edits": [{"type": "clear"}]}}, "context_management", "not supported"),
+        ({"context_management": {"edits": [{"type": "clear_thinking_20251015"}]}}, "context_management", "not "),
         ({"mcp_servers": [{"name": "a"}]}, "mcp_servers", "not supported"),
         ({"metadata": {"user_id": "a\nb"}}, "metadata.user_id", "metadata.user_id must not contain control"),
         ({"top_logprobs": 1}, "top_logprobs", "requires logprobs"),
@@ -220,6 +221,13 @@ def test_mistakes_are_refused_by_the_names_of_this_api(
         assert here.engine.requests == []
 
     play(tmp_path, scenario, lambda: an_engine("a", tools=True), tools=True)
+
+
+@pytest.mark.parametrize("keep", ["all", {"type": "all"}])
+def test_to_keep_all_thinking_is_no_edit_of_the_context(keep: Any) -> None:
+    """Claude Code asks for it with each request (claude-code#21612, 9router#1468)."""
+    kept = {"edits": [{"type": "clear_thinking_20251015", "keep": keep}]}
+    assert chat(messages=USER, context_management=kept).messages == USER
 
 
 def test_system_messages_may_stand_behind_others() -> None:

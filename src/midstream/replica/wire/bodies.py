@@ -46,6 +46,11 @@ class OwnFieldsOfChats(OwnFields, frozen=True, kw_only=True):
 
 # -- Anthropic's Messages API
 
+#: Of `context_management`: to keep all thinking. Claude Code says so of models that think.
+_NO_EDITS = [
+    {"edits": [{"type": "clear_thinking_20251015", "keep": keep}]} for keep in ("all", {"type": "all"})
+]
+
 
 class MessagesMetadata(msgspec.Struct, frozen=True):
     user_id: str | None = None
@@ -92,7 +97,7 @@ class CountBody(OwnFieldsOfChats, frozen=True, kw_only=True, forbid_unknown_fiel
     user_profile_id: Any = None
 
     container: Annotated[Any, Unsupported(None)] = None
-    context_management: Annotated[Any, Unsupported(None, {}, {"edits": []})] = None
+    context_management: Annotated[Any, Unsupported(None, {}, {"edits": []}, *_NO_EDITS)] = None
     mcp_servers: Annotated[Any, Unsupported(None, [])] = None
     compaction: Annotated[Any, Unsupported(None)] = None
     fallbacks: Annotated[Any, Unsupported(None, [])] = None
