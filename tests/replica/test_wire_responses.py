@@ -18,6 +18,7 @@ from midstream.core.errors import InvalidRequest
 from midstream.core.responses import holder_of, new_id
 from midstream.core.resumption import HEADER_RESUMABLE, PATH_RESUME
 from midstream.replica.request.schema import ChatBody
+from midstream.replica.request.unknown import header_value
 from midstream.replica.stored import Shelf, Stored, StoredResponses
 from midstream.replica.wire.responses import read, rename
 
@@ -535,3 +536,24 @@ def test_deep_or_broken_json_is_a_400() -> None:
 def test_a_resumed_request_is_read_without_what_it_continues() -> None:
     body = json.dumps({"input": "a", "previous_response_id": "resp_1_x"}).encode()
     assert not read(body, shelf(resumed=True)).whole
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_tools_that_are_no_functions_are_ignored_with_unknown_fields(tmp_path: Path, alone: bool) -> None:
+    """Codex always sends some: codex#10635, llama.cpp#23041, command-code#885."""
+    function = {"type": "function", "name": "shell", "parameters": {"type": "object", "properties": {}}}
+    others = [{"type": "custom", "name": "apply_patch"}, {"type": "web_search"}]
+    tools = others if alone else [others[0], function, others[1]]
+
+    async def scenario(here: Running) -> None:
+        headers = {"x-midstream-unknown-fields": "ignore"}
+        answer = await ask(here, headers=headers, tools=tools, client_metadata={"x": "1"})
+        assert answer.status_code == 200, answer.text
+        named = ["client_metadata", "tools[0]", "tools[1]" if alone else "tools[2]"]
+        assert answer.headers["x-midstream-ignored-fields"] == header_value(named)
+        assert [tool["name"] for tool in answer.json()["tools"]] == ([] if alone else ["shell"])
+        refused = await ask(here, tools=tools)
+        assert refused.status_code == 400
+        assert refused.json()["error"]["message"].startswith("tools[0].type: tools of type 'custom' are not")
+
+    play(tmp_path, scenario, lambda: an_engine("a", tools=True), tools=True)

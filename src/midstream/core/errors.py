@@ -151,6 +151,16 @@ class UnknownField(InvalidRequest):
         super().__init__(f"Extra inputs are not permitted, field: '{field}'", param=field)
 
 
+class UnknownTools(UnknownField):
+    """Tools of kinds that the server does not have, which are ignored where unknown fields are. at: their places in `tools`."""
+
+    def __init__(self, at: Sequence[int], kind: object) -> None:
+        self.known, self.at = (), at
+        param = f"tools[{at[0]}].type"
+        said = f"{param}: tools of type {kind!r} are not supported; only functions are"
+        InvalidRequest.__init__(self, said, param=param)
+
+
 class ContextExceeded(InvalidRequest):
     """Clients know it by the code and by these words, cut their conversation, and ask again."""
 

@@ -1,7 +1,7 @@
 """Body fields that no wire knows, passed over where the deployment's setting says so. Pure.
 
-Always holds: only members of the body itself and of `stream_options` are ignored, and each is named to the client. A known
-field is never lost.
+Always holds: only members of the body itself and of `stream_options` are ignored, and tools of kinds that the server does not
+have. Each is named to the client. A known field is never lost.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from urllib.parse import quote
 
 import msgspec
 
-from midstream.core.errors import UnknownField
+from midstream.core.errors import UnknownField, UnknownTools
 from midstream.replica.request.schema import StreamOptions, members
 
 #: A body with more unknown fields is no request of this API.
@@ -41,6 +41,11 @@ def read_known(read: Callable[[bytes], _Read], body: bytes) -> tuple[_Read, list
 
 def _passed_over(sent: dict[str, msgspec.Raw], error: UnknownField) -> list[str]:
     """Takes unknown fields out of what was sent, and returns their names."""
+    if isinstance(error, UnknownTools):
+        tools = msgspec.json.decode(sent.pop("tools"), type=list[msgspec.Raw])
+        if kept := [tool for at, tool in enumerate(tools) if at not in error.at]:
+            sent["tools"] = msgspec.Raw(msgspec.json.encode(kept))
+        return [f"tools[{at}]" for at in error.at]
     found = [name for name in sent if error.known and name not in error.known]
     for name in found:
         del sent[name]

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from midstream.core.decoding import converted
-from midstream.core.errors import InvalidRequest
+from midstream.core.errors import InvalidRequest, UnknownTools
 from midstream.core.responses import ID_PREFIX, new_id
 from midstream.replica.request.schema import (
     ChatBody,
@@ -219,14 +219,15 @@ def _content(item: dict[str, Any], where: str, param: str) -> str:
 
 
 def _tools(given: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
-    return None if given is None else [_tool(tool, f"tools[{i}]") for i, tool in enumerate(given)]
+    if given is None:
+        return None
+    unknown = [at for at, tool in enumerate(given) if tool.get("type") != "function"]
+    if unknown:
+        raise UnknownTools(unknown, given[unknown[0]].get("type"))
+    return [_tool(tool, f"tools[{i}]") for i, tool in enumerate(given)]
 
 
 def _tool(tool: dict[str, Any], where: str) -> dict[str, Any]:
-    kind = tool.get("type")
-    if kind != "function":
-        message = f"{where}.type: tools of type {kind!r} are not supported; only functions are"
-        raise InvalidRequest(message, param=f"{where}.type")
     parameters = tool.get("parameters")
     if parameters is None:
         tool = tool | {"parameters": {"type": "object", "properties": {}}}
