@@ -230,6 +230,29 @@ def test_to_keep_all_thinking_is_no_edit_of_the_context(keep: Any) -> None:
     assert chat(messages=USER, context_management=kept).messages == USER
 
 
+BILLING = "x-anthropic-billing-header: cc_version=2.1.177.01c; cc_entrypoint=cli; cch={};"
+
+
+@pytest.mark.parametrize(
+    "system",
+    [
+        lambda cch: BILLING.format(cch) + "\nBe kind.\nx-anthropic-billing-header: kept",
+        lambda cch: [{"type": "text", "text": text} for text in (BILLING.format(cch), "Be kind.")],
+        lambda cch: [{"type": "text", "text": BILLING.format(cch)}],
+    ],
+    ids=["text", "blocks", "alone"],
+)
+def test_what_claude_code_writes_of_each_request_is_no_part_of_the_prompt(
+    system: Callable[[str], Any],
+) -> None:
+    """Its hash differs in each request, so no turn continued another (claude-code#68900, sglang#21064, vllm-mlx#277)."""
+    first, second = (chat(system=system(cch), messages=USER).messages for cch in ("36ee5", "0aaa9"))
+    assert first == second
+    assert "cch=" not in str(first)
+    assert [one["role"] for one in first] == (["user"] if len(first) == 1 else ["system", "user"])
+    assert len(first) == 1 or first[0]["content"].startswith("Be kind.")
+
+
 def test_system_messages_may_stand_behind_others() -> None:
     """As Claude Code sends them since 2.1.154 (ollama#16372)."""
     body = chat(

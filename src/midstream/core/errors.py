@@ -3,6 +3,7 @@
     MidstreamError
       InvalidRequest 400            the request must change
         UnknownField 400
+          UnknownTools 400          tools of kinds that the server does not have
         ContextExceeded 400         prompt and answer do not fit the context
         SnapshotRefused 400         a hot-load signal that cannot be taken
       Unauthorized 401

@@ -8,6 +8,7 @@ does not depend on its cache marks, its beta flags or other fields that change n
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -61,6 +62,8 @@ class Places(NamedTuple):
     of_chat: list[int | None]
 
 
+#: What Claude Code writes before its system prompt. It has a hash of the request, so no turn would continue another one.
+_BILLING = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n?")
 _messages = msgspec.json.Decoder(MessagesBody)
 _count = msgspec.json.Decoder(CountBody)
 
@@ -119,8 +122,8 @@ def _as_chat(body: CountBody) -> Read:
 def _chat_messages(body: CountBody) -> tuple[list[dict[str, Any]], Places]:
     messages: list[dict[str, Any]] = []
     places: list[int | None] = []
-    if body.system:
-        messages.append({"role": "system", "content": text_of(body.system, "system", "system")})
+    if body.system and (system := _system(body.system)):
+        messages.append({"role": "system", "content": system})
         places.append(None)
     if not body.messages:
         raise InvalidRequest("messages: must hold at least one message", param="messages")
@@ -132,6 +135,12 @@ def _chat_messages(body: CountBody) -> tuple[list[dict[str, Any]], Places]:
         what = f"messages[{len(body.messages) - 1}]: the last message is the assistant's"
         raise InvalidRequest(f"{what}; going on with one (prefill) is not supported", param="messages")
     return messages, Places(places)
+
+
+def _system(given: str | list[dict[str, Any]]) -> str:
+    text = text_of(given, "system", "system")
+    first = given if isinstance(given, str) else text_of(given[:1], "system", "system")
+    return _BILLING.sub("", first) + text[len(first) :]
 
 
 def _chat_of(message: dict[str, Any], where: str) -> list[dict[str, Any]]:
