@@ -24,7 +24,13 @@ from midstream.api import addons, openapi, policies, resource, trainer_calls
 from midstream.api.openapi import errors_by_status, need_in_words
 from midstream.api.signals import parse_signal
 from midstream.core.endpoints import bound
-from midstream.core.errors import ContextExceeded, InvalidRequest, MidstreamError, UnknownField
+from midstream.core.errors import (
+    ContextExceeded,
+    InvalidRequest,
+    MidstreamError,
+    UnknownField,
+    UnknownTools,
+)
 from midstream.core.pages import DOCS_FILES
 from midstream.core.traces import RewardGiven
 from midstream.core.wires import (
@@ -221,7 +227,11 @@ def test_the_headers_that_replicas_read_are_called_as_they_call_them() -> None:
 
 def test_every_error_has_the_documented_shape_and_its_status_is_told() -> None:
     told = DOCUMENT["components"]["responses"]
-    own = {UnknownField: UnknownField("f"), ContextExceeded: ContextExceeded("m", 2, 1, param="p")}
+    own = {
+        UnknownField: UnknownField("f"),
+        UnknownTools: UnknownTools([0], "custom"),
+        ContextExceeded: ContextExceeded("m", 2, 1, param="p"),
+    }
     for status, errors in errors_by_status().items():
         for kind in errors:
             error = own[kind] if kind in own else kind("m", param="p") if takes_param(kind) else kind("m")
