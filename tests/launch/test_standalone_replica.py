@@ -25,7 +25,7 @@ def test_a_replica_gets_what_the_settings_say(tmp_path: Path, engine: str) -> No
     tracing = TracingSettings(endpoint="http://collector:4318")
     spec = replica_spec(of(tmp_path, replica, engine=engine, tracing=tracing), "tiny", tmp_path / "model")
     assert (spec.host, spec.port, spec.token, spec.kind) == ("10.0.0.7", 8090, TOKEN, engine)
-    assert (spec.pin_drain_s, spec.tls_cert, spec.tls_key) == (7.0, "/c.pem", "/k.pem")
+    assert (spec.settings.pin_drain_s, spec.tls_cert, spec.tls_key) == (7.0, "/c.pem", "/k.pem")
     assert spec.tracing == tracing
     assert Path(spec.cache_dir).is_relative_to(tmp_path)
 

@@ -205,7 +205,7 @@ def test_a_replica_process_holds_the_directory_of_its_records(disk: Disk, tmp_pa
     spec = ReplicaSpec(
         name="replica-0", host="127.0.0.1", port=0, model_dir="m", model="accounts/a/models/m", deployment="d",
         cache_dir=str(tmp_path / "cache"), token="t", engine=EngineSettings(), log_level="info",
-        records=disk.url, records_dir=str(disk.root / "replica-0"),
+        records=RecordsSettings(bucket=disk.url), records_dir=str(disk.root / "replica-0"),
     )  # fmt: skip
     disk.leave("replica-0", 1)
     with held_directories(spec):

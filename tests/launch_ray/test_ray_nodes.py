@@ -58,7 +58,7 @@ def test_records_that_a_replica_left_on_a_node_go_to_the_bucket_from_there(
 ) -> None:
     kept = msgspec.structs.replace(
         spec("replica-3", tiny_model(), tmp_path),
-        records="s3://kept",
+        records=RecordsSettings(bucket="s3://kept"),
         records_dir=str(tmp_path / "records" / "replica-3"),
     )
     there = on_node(kept, "10.0.0.7", 0, ())

@@ -72,9 +72,9 @@ def records_root(settings: Settings) -> Path:
 
 def records_fields(settings: Settings, name: str) -> dict[str, Any]:
     """Fields of the ReplicaSpec of the replica of that name. Raises ConfigError."""
-    audit: dict[str, Any] = {"audit_share": settings.records.audit_share}
+    fields: dict[str, Any] = {"records": settings.records}
     if settings.records.bucket is None:
-        return audit
+        return fields
     state = Path(settings.state_dir).absolute()
     try:
         check_settings(settings.records.bucket)
@@ -85,13 +85,7 @@ def records_fields(settings: Settings, name: str) -> dict[str, Any]:
         raise ConfigError(
             f"--records: {place.path} is the state directory, where records wait for the bucket: name another directory"
         )
-    return audit | {
-        "records": settings.records.bucket,
-        "records_dir": str(records_root(settings) / name),
-        "records_bytes": parse_size("records.disk", settings.records.disk),
-        "record_files_keep_s": settings.records.files_keep_s,
-        "record_files_bytes": parse_size("records.files_max", settings.records.files_max),
-    }
+    return fields | {"records_dir": str(records_root(settings) / name)}
 
 
 def check_installed(settings: Settings) -> None:
@@ -151,17 +145,9 @@ def make_engine(spec: ReplicaSpec) -> Engine:
 
 def replica_fields(settings: Settings, name: str) -> dict[str, Any]:
     """Fields of any ReplicaSpec. name: the directory of its snapshots and records. Raises ConfigError."""
-    own = settings.replica
-    resident, cache = own.resident_memory, own.snapshot_cache
     return {
         "cache_dir": str(Path(settings.state_dir).absolute() / "snapshots" / name),
-        "cache_bytes": None if cache is None else parse_size("replica.snapshot_cache", cache),
-        "resident_snapshots": own.resident_snapshots,
-        "resident_bytes": None if resident is None else parse_size("replica.resident_memory", resident),
-        "resident_policies": own.resident_policies,
-        "kv_budget": own.kv_budget,
-        "kv_waiting_max": own.kv_waiting_max,
-        "pin_drain_s": own.pin_drain_s,
+        "settings": settings.replica,
         "session_idle_s": settings.gateway.session_idle_s,
         "log_level": settings.log.level,
         "log_format": settings.log.format,
@@ -172,10 +158,11 @@ def replica_fields(settings: Settings, name: str) -> dict[str, Any]:
 
 def residency(spec: ReplicaSpec) -> Residency:
     """Every full snapshot counts as the files of the model."""
-    if spec.resident_bytes is None:
-        return Residency(spec.resident_snapshots)
+    number, memory = spec.settings.resident_snapshots, spec.settings.resident_memory
+    if memory is None:
+        return Residency(number)
     size = sum(file.stat().st_size for file in Path(spec.model_dir).glob("*.safetensors"))
-    return Residency(spec.resident_snapshots, max(1, spec.resident_bytes // max(1, size)))
+    return Residency(number, max(1, parse_size("replica.resident_memory", memory) // max(1, size)))
 
 
 def requests_max(spec: ReplicaSpec) -> int:

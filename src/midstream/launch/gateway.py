@@ -298,7 +298,7 @@ def _run_time(ledger: Ledger, spec: GatewaySpec, row: DeploymentRow) -> Deployme
     return Deployment(
         ServedNames(row.model, row.name),
         replicas,
-        Reconciler(ledger, replicas, row.name, swap_order=spec.swap_order, signalled_at_once=True),
+        Reconciler(ledger, replicas, row.name, swap_order=spec.settings.swap_order, signalled_at_once=True),
         SessionTable(spec.settings.max_sessions),
         wanted=replica_count(row),
     )

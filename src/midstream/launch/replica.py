@@ -16,8 +16,8 @@ import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
 
+from midstream.core.config import parse_size
 from midstream.core.errors import ConfigError
 from midstream.core.private import UMASK
 from midstream.core.served_names import ServedNames
@@ -83,7 +83,7 @@ def held_directories(spec: ReplicaSpec) -> Iterator[None]:
     os.umask(UMASK)
     with contextlib.ExitStack() as holding:
         holding.enter_context(alone(Path(spec.cache_dir)))
-        if spec.records is not None:
+        if spec.records.bucket is not None:
             holding.enter_context(alone(Path(spec.records_dir)))
         yield
 
@@ -92,7 +92,10 @@ async def serve(spec: ReplicaSpec, channel: StdioChannel) -> None:
     model_dir = Path(spec.model_dir)
     tls = server_tls("replica", spec.tls_cert, spec.tls_key)
     sock = socket.create_server((spec.host, spec.port), backlog=2048)
-    cache = SnapshotCache(Path(spec.cache_dir), spec.cache_bytes)
+    own, limit = spec.settings, spec.settings.snapshot_cache
+    cache = SnapshotCache(
+        Path(spec.cache_dir), None if limit is None else parse_size("replica.snapshot_cache", limit)
+    )
     base = read_checkpoint(model_dir)
     engine = make_engine(spec)
     # An engine that cannot prove what it staged may read the files when it switches.
@@ -106,11 +109,11 @@ async def serve(spec: ReplicaSpec, channel: StdioChannel) -> None:
         bounds=Bounds(
             requests_max(spec),
             spec.session_idle_s,
-            spec.pin_drain_s,
+            own.pin_drain_s,
             residency(spec),
-            spec.resident_policies,
-            kv_budget=spec.kv_budget,
-            kv_waiting_max=spec.kv_waiting_max,
+            own.resident_policies,
+            kv_budget=own.kv_budget,
+            kv_waiting_max=own.kv_waiting_max,
         ),
         source=CachedSource(chains, base, Companions(model_dir)),
         names=ServedNames(spec.model, spec.deployment),
@@ -150,20 +153,24 @@ async def serve(spec: ReplicaSpec, channel: StdioChannel) -> None:
 
 def _keep(spec: ReplicaSpec, replica: Replica) -> list[Journal | RecordFiles]:
     """What has the replica's records; none where they are not kept."""
-    if spec.records is None:
+    own, bucket = spec.records, spec.records.bucket
+    if bucket is None:
         return []
     deployment = spec.deployment.rpartition("/")[2]
-    url, about = records_url(spec.records, deployment), {"deployment": deployment}
-    journal = Journal(Path(spec.records_dir), url, replica.name, about, bytes_max=spec.records_bytes)
-    bounds: Any = {"keep_s": spec.record_files_keep_s, "bytes_max": spec.record_files_bytes}
-    files = RecordFiles(spec.records, deployment, **bounds)
+    url, about = records_url(bucket, deployment), {"deployment": deployment}
+    waiting_max, files_max = (
+        parse_size("records.disk", own.disk),
+        parse_size("records.files_max", own.files_max),
+    )
+    journal = Journal(Path(spec.records_dir), url, replica.name, about, bytes_max=waiting_max)
+    files = RecordFiles(bucket, deployment, keep_s=own.files_keep_s, bytes_max=files_max)
     replica.keep_records(journal)
     replica.keep_record_files(files)
     return [journal, files]
 
 
 def _audit(spec: ReplicaSpec, replica: Replica) -> None:
-    if not spec.audit_share:
+    if not spec.records.audit_share:
         return
     if spec.kind != "embedded":
         log.warning("records.audit_share: the engine %s does not audit turns (feature audit)", spec.kind)
@@ -171,7 +178,7 @@ def _audit(spec: ReplicaSpec, replica: Replica) -> None:
     replica.audit_turns(
         Audits(
             replica.name,
-            spec.audit_share,
+            spec.records.audit_share,
             partial(AuditorProcess.start, spec.engine),
             base=Path(spec.model_dir),
             model=spec.model,

@@ -11,7 +11,8 @@ from midstream.core.config import (
     EngineSettings,
     GatewaySettings,
     PushSettings,
-    SwapOrder,
+    RecordsSettings,
+    ReplicaSettings,
     TracingSettings,
 )
 from midstream.core.server_settings import SglangSettings, VllmSettings
@@ -22,12 +23,9 @@ class ReplicaSpec(ChildSpec, frozen=True, kw_only=True):
     """A replica process.
 
     name: as responses and logs say it; empty means HOST:PORT. port: 0 for any free one. model: accounts/A/models/M.
-    deployment: accounts/A/deployments/D. cache_bytes: the limit of cache_dir in bytes; None for the snapshots in use and one
-    snapshot more. server_url: of a running vLLM or SGLang to attach to. cores, gpus: which ones it uses, () for all.
-    resident_bytes: what full snapshots may take, None for no bound. resident_policies: held at once. records: URL of the bucket
-    of records, None for none. records_dir, records_bytes: where they wait, and how many bytes may. record_files_keep_s,
-    record_files_bytes: how long record files stay (None: always), and how many bytes those of the deployment may have.
-    tls_cert, tls_key: with them it speaks HTTPS only.
+    deployment: accounts/A/deployments/D. settings: of every replica; host, port, token, tls_cert and tls_key are those given
+    here. server_url: of a running vLLM or SGLang to attach to. cores, gpus: which ones it uses, () for all. records_dir: where
+    records wait for their bucket. tls_cert, tls_key: with them it speaks HTTPS only.
     """
 
     host: str
@@ -38,26 +36,16 @@ class ReplicaSpec(ChildSpec, frozen=True, kw_only=True):
     cache_dir: str
     token: str
     engine: EngineSettings
+    settings: ReplicaSettings = ReplicaSettings()
     session_idle_s: float = 3600.0
-    pin_drain_s: float = 60.0
-    resident_snapshots: int = 1
-    resident_bytes: int | None = None
-    resident_policies: int = 256
-    kv_budget: float = 0.95
-    kv_waiting_max: int = 4096
-    cache_bytes: int | None = None
     kind: EngineKind = "embedded"
     vllm: VllmSettings = VllmSettings()
     sglang: SglangSettings = SglangSettings()
     server_url: str | None = None
     cores: tuple[int, ...] = ()
     gpus: tuple[int, ...] = ()
-    records: str | None = None
+    records: RecordsSettings = RecordsSettings()
     records_dir: str = ""
-    records_bytes: int = 2**30
-    record_files_keep_s: float | None = None
-    record_files_bytes: int = 100 * 2**30
-    audit_share: float = 0.0
     tls_cert: str | None = None
     tls_key: str | None = None
     tracing: TracingSettings = TracingSettings()
@@ -80,7 +68,6 @@ class GatewaySpec(ChildSpec, frozen=True, kw_only=True):
     models: tuple[str, ...]
     bucket: str
     transition: str
-    swap_order: SwapOrder = "together"
     ledger: str
     token: str
     replica_ca: str | None = None

@@ -286,7 +286,6 @@ class Supervisor:
             models=tuple(self._models),
             bucket=bucket_url(settings),
             transition=settings.deployment.transition,
-            swap_order=settings.gateway.swap_order,
             ledger=settings.ledger.database or sqlite_url(self._state / "ledger.db"),
             token=self._token,
             replica_ca=self._settings.replica.tls_ca,
