@@ -21,6 +21,8 @@ from midstream.core.types import FinishReason, GenerateRequest, ShapedSampling
 #: What is kept of each token beside its id: nothing, both log-probabilities, or these, its route and the mask that its request
 #: asked for. "masks": likewise, and a mask of each token, also where no request asks for one.
 RecordsKept = Literal["none", "logprobs", "routes", "masks"]
+#: With these a token's route is kept.
+WITH_ROUTES = frozenset[RecordsKept](("routes", "masks"))
 
 
 class Span(msgspec.Struct, frozen=True):
@@ -178,10 +180,6 @@ def records_kept(given: str | None, default: RecordsKept) -> RecordsKept:
             return kept
     message = f"{HEADER_RECORDS}: expected none, logprobs, routes or masks, got {given!r}"
     raise InvalidRequest(message, param=HEADER_RECORDS)
-
-
-def keeps_routes(kept: RecordsKept) -> bool:
-    return kept in ("routes", "masks")
 
 
 _Count = Annotated[int, Meta(ge=0)]

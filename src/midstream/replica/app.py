@@ -30,6 +30,7 @@ from midstream.core.headers import (
     HEADER_BOOT,
     HEADER_DEPLOYMENT,
     HEADER_IGNORED_FIELDS,
+    HEADER_MOVED,
     HEADER_POLICY,
     HEADER_TOKEN,
 )
@@ -231,11 +232,14 @@ class InferenceExchange(TaskExchange):
 
     async def _answer(self) -> None:
         policy, boot = self._headers.get(HEADER_POLICY, ""), self._headers.get(HEADER_BOOT)
-        await self._replica.earlier.bring(self._headers)
+        earlier, moved = self._replica.earlier, HEADER_MOVED in self._headers
+        if moved or earlier.fetching:
+            await earlier.bring(self._headers)
         with self._replica.serves(policy, boot) as service:
             async with self._admitted(service) as generation:
                 self._generation = generation
-                self._replica.earlier.let_in(self._headers)
+                if moved:
+                    earlier.let_in(self._headers)
                 self._fixed.update(generation.timings.waited)
                 if generation.ignored:
                     self._fixed[HEADER_IGNORED_FIELDS] = header_value(generation.ignored)

@@ -40,30 +40,27 @@ class EarlierTurns:
     def __init__(self, trees: Trees, token: str = "") -> None:
         self._trees = trees
         self._token = f"{HEADER_TOKEN}: {token}\r\n" if token else ""
-        self._fetching: dict[Session, asyncio.Task[None]] = {}
+        #: By session, of all that are on their way.
+        self.fetching: dict[Session, asyncio.Task[None]] = {}
         self._telling: set[asyncio.Task[None]] = set()
 
     def __repr__(self) -> str:
-        return f"EarlierTurns({len(self._fetching)} fetched, {len(self._telling)} told)"
+        return f"EarlierTurns({len(self.fetching)} fetched, {len(self._telling)} told)"
 
     async def bring(self, headers: Mapping[str, str]) -> None:
-        """Returns once the turns of the request's session are here, if it moved."""
-        moved = headers.get(HEADER_MOVED)
-        if moved is None and not self._fetching:
-            # Nearly always.
-            return
+        """Returns once the turns of the request's session are here. Needed if it moved, and while any are fetched."""
         session = _session(headers)
-        task = self._fetching.get(session)
+        task = self.fetching.get(session)
         if task is None and (url := _home_before(headers)):
-            task = self._fetching[session] = asyncio.create_task(self._fetch(session, url))
-            task.add_done_callback(lambda _: self._fetching.pop(session, None))
+            task = self.fetching[session] = asyncio.create_task(self._fetch(session, url))
+            task.add_done_callback(lambda _: self.fetching.pop(session, None))
         if task is not None:
             # A client that leaves takes nothing from the others that wait for it.
             await asyncio.shield(task)
 
     def let_in(self, headers: Mapping[str, str]) -> None:
-        """A request was let in. If it brought its session here, the home before need keep nothing for that."""
-        if HEADER_MOVED in headers and (url := _home_before(headers)) and (stamp := stamp_of(headers)):
+        """A request was let in that brought its session here. The home before need keep nothing for that."""
+        if (url := _home_before(headers)) and (stamp := stamp_of(headers)):
             tenant, key = _session(headers)
             task = asyncio.create_task(self._tell(SessionTaken(tenant=tenant, key=key, stamp=stamp), url))
             self._telling.add(task)

@@ -301,8 +301,9 @@ class KvBudget:
 
     def wake(self) -> None:
         """A trainer has ended requests, or a gate has moved."""
-        self.queue.wake(self._monotonic())
-        self._settle()
+        if len(self.queue):
+            self.queue.wake(self._monotonic())
+            self._settle()
 
     def reset(self) -> None:
         """The cache is gone."""

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from midstream.core.errors import AnotherBoot, PolicyNotLoaded, ReplicaUnavailable
 from midstream.core.reports import PolicyReport
-from midstream.core.served_names import ServedNames
+from midstream.core.served_names import ServedNames, names_of
 from midstream.core.types import BASE_SNAPSHOT, POLICIES_MAX, ModelInfo, Stage
 from midstream.engine.base import Engine, Slot
 from midstream.replica.gate import REQUESTS_MAX, Door, Gate
@@ -116,7 +116,7 @@ def deployments_own(parts: PolicyParts, ties: Ties, moved: Callable[[], None]) -
 def besides(parts: PolicyParts, name: str, number: int, ties: Ties) -> Terms:
     """number: never the same twice in a replica's life. One of an old name is another policy for the engine, too."""
     key = f"{name}#{number}"
-    names = ServedNames(f"{parts.names.account}/models/{name}", f"{parts.names.deployment}/policies/{name}")
+    names = names_of(parts.names, name)
     source = parts.files.source.of_policy(name)
     files = replace(parts.files, source=source, hints=Hints(source.prefetch))
     residency = Residency(parts.bounds.residency.snapshots)

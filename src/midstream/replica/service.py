@@ -43,7 +43,7 @@ from midstream.core.session_keys import (
     named_in_headers,
     session_key,
 )
-from midstream.core.traces import RecordsKept, keeps_routes, records_kept
+from midstream.core.traces import WITH_ROUTES, RecordsKept, records_kept
 from midstream.core.types import GenerateRequest, SamplingParams, Session
 from midstream.core.versions import (
     HEADER_ADMITTED,
@@ -419,7 +419,7 @@ class Service(Surroundings):
         Raises InvalidRequest for what the engine refuses although its card does not say so.
         """
         card = self.info.card
-        routes = keeps_routes(records) and self.info.moe_layers > 0 and card.has("routes")
+        routes = records in WITH_ROUTES and self.info.moe_layers > 0 and card.has("routes")
         masks = records == "masks" and card.has("sampling_masks")
         # A retry carries the same x-request-id again.
         engine_id = uuid.uuid4().hex

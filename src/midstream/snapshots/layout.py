@@ -198,32 +198,36 @@ def read_file_layout(path: Path, gaps: bool = False) -> FileLayout:
 
     gaps: allow bytes that belong to no tensor, so that the caller can say which tensor is missing.
     """
-    name = shown(path.name)
+    name = path.name
     try:
         with path.open("rb") as file:
             size = file.seek(0, 2)
             file.seek(0)
             length = int.from_bytes(file.read(8), "little")
             if size < 8 or length > size - 8:
-                raise SnapshotCorrupt(f"{name}: truncated: {size} bytes do not hold its header")
+                raise _corrupt(name, f"truncated: {size} bytes do not hold its header")
             if length > MAX_HEADER_BYTES:
-                raise SnapshotCorrupt(f"{name}: a header of {length} bytes is over the format's limit")
+                raise _corrupt(name, f"a header of {length} bytes is over the format's limit")
             header = _parse_header(name, file.read(length), gaps)
     except FileNotFoundError as error:
-        raise SnapshotMissing(f"{name}: is not there") from error
+        raise SnapshotMissing(f"{shown(name)}: is not there") from error
     except OSError as error:
-        raise SnapshotError(f"{name}: cannot be read: {error.strerror}") from error
+        raise SnapshotError(f"{shown(name)}: cannot be read: {error.strerror}") from error
     metadata = header.pop("__metadata__", None) or {}
     start = 8 + length
     ranges: list[tuple[int, int, str]] = []
     result = FileLayout({}, {}, metadata, start)
     for tensor, entry in header.items():
-        spec, begin, end = _tensor_entry(path.name, shown(tensor), entry)
+        spec, begin, end = _tensor_entry(name, tensor, entry)
         result.tensors[tensor] = spec
         result.ranges[tensor] = (start + begin, start + end)
-        ranges.append((begin, end, shown(tensor)))
+        ranges.append((begin, end, tensor))
     _check_ranges(name, sorted(ranges), size - start, gaps)
     return result
+
+
+def _corrupt(file: str, what: str) -> SnapshotCorrupt:
+    return SnapshotCorrupt(f"{shown(file)}: {what}")
 
 
 def _parse_header(name: str, data: bytes, of_delta: bool) -> dict[str, Any]:
@@ -233,12 +237,12 @@ def _parse_header(name: str, data: bytes, of_delta: bool) -> dict[str, Any]:
     """
     header = parse_object(name, data)
     if not data.startswith(b"{"):
-        raise SnapshotCorrupt(f"{name}: its header does not begin with an object")
+        raise _corrupt(name, "its header does not begin with an object")
     metadata = header.get("__metadata__")
     if metadata is None:
         return header
     if not isinstance(metadata, dict) or not (of_delta or all(isinstance(v, str) for v in metadata.values())):
-        raise SnapshotCorrupt(f"{name}: its __metadata__ is not text by name")
+        raise _corrupt(name, "its __metadata__ is not text by name")
     return header
 
 
@@ -253,36 +257,35 @@ def _bits(dtype: str, shape: Sequence[int]) -> int | None:
     return bits
 
 
-def _tensor_entry(path_name: str, tensor: str, entry: Any) -> tuple[TensorSpec, int, int]:
-    file = shown(path_name)
+def _tensor_entry(file: str, tensor: str, entry: Any) -> tuple[TensorSpec, int, int]:
     match entry:
         case {"dtype": str(dtype), "shape": list(shape), "data_offsets": [begin, end]}:
             pass
         case _:
-            raise SnapshotCorrupt(f"{file}: {tensor} has no dtype, shape and data_offsets")
+            raise _corrupt(file, f"{shown(tensor)} has no dtype, shape and data_offsets")
     if len(entry) > 3:
-        raise SnapshotCorrupt(f"{file}: {tensor} has more than dtype, shape and data_offsets")
+        raise _corrupt(file, f"{shown(tensor)} has more than dtype, shape and data_offsets")
     if not all(type(n) is int and 0 <= n < 2**63 for n in (*shape, begin, end)):
-        raise SnapshotCorrupt(f"{file}: {tensor} has a size or offset that is not a whole number of 63 bits")
+        raise _corrupt(file, f"{shown(tensor)} has a size or offset that is not a whole number of 63 bits")
     if dtype not in DTYPE_BITS:
-        raise SnapshotCorrupt(f"{file}: {tensor} has the unknown dtype {shown_value(dtype)}")
+        raise _corrupt(file, f"{shown(tensor)} has the unknown dtype {shown_value(dtype)}")
     if _bits(dtype, shape) != 8 * (end - begin):
-        raise SnapshotCorrupt(
-            f"{file}: {tensor} {dtype}{shown_value(shape)} does not fill its {end - begin} bytes"
+        raise _corrupt(
+            file, f"{shown(tensor)} {dtype}{shown_value(shape)} does not fill its {end - begin} bytes"
         )
-    return TensorSpec(dtype, tuple(shape), path_name), begin, end
+    return TensorSpec(dtype, tuple(shape), file), begin, end
 
 
 def _check_ranges(file: str, ranges: list[tuple[int, int, str]], data_bytes: int, gaps: bool) -> None:
     position = 0
     for begin, end, tensor in ranges:
         if begin < position or (begin > position and not gaps):
-            raise SnapshotCorrupt(f"{file}: {tensor} starts at byte {begin} of the data, not at {position}")
+            raise _corrupt(file, f"{shown(tensor)} starts at byte {begin} of the data, not at {position}")
         position = end
     if position > data_bytes:
-        raise SnapshotCorrupt(f"{file}: truncated: {data_bytes} bytes of data, {position} expected")
+        raise _corrupt(file, f"truncated: {data_bytes} bytes of data, {position} expected")
     if position < data_bytes and not gaps:
-        raise SnapshotCorrupt(f"{file}: {data_bytes - position} bytes after the last tensor")
+        raise _corrupt(file, f"{data_bytes - position} bytes after the last tensor")
 
 
 def read_json(directory: Path, name: str) -> dict[str, Any]:
@@ -290,12 +293,12 @@ def read_json(directory: Path, name: str) -> dict[str, Any]:
     path = directory / name
     try:
         if path.stat().st_size > MAX_JSON_BYTES:
-            raise SnapshotCorrupt(f"{name}: is larger than {MAX_JSON_BYTES} bytes")
+            raise _corrupt(name, f"is larger than {MAX_JSON_BYTES} bytes")
         return parse_object(name, path.read_bytes())
     except FileNotFoundError as error:
-        raise SnapshotMissing(f"{name}: is not there") from error
+        raise SnapshotMissing(f"{shown(name)}: is not there") from error
     except OSError as error:
-        raise SnapshotError(f"{name}: cannot be read: {error.strerror}") from error
+        raise SnapshotError(f"{shown(name)}: cannot be read: {error.strerror}") from error
 
 
 def _whole_number(digits: str) -> float:
@@ -309,7 +312,7 @@ def parse_object(name: str, data: bytes) -> dict[str, Any]:
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         result = dict(pairs)
         if len(result) != len(pairs):
-            raise SnapshotCorrupt(f"{name}: names a key twice")
+            raise _corrupt(name, "names a key twice")
         return result
 
     try:
@@ -319,9 +322,9 @@ def parse_object(name: str, data: bytes) -> dict[str, Any]:
         if _SURROGATE_ESCAPE.search(data):
             json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
-        raise SnapshotCorrupt(f"{name}: has text that is not valid Unicode") from error
+        raise _corrupt(name, "has text that is not valid Unicode") from error
     except (ValueError, RecursionError) as error:
-        raise SnapshotCorrupt(f"{name}: is not valid JSON: {shown(str(error))}") from error
+        raise _corrupt(name, f"is not valid JSON: {shown(str(error))}") from error
     if not isinstance(value, dict):
-        raise SnapshotCorrupt(f"{name}: is not a JSON object")
+        raise _corrupt(name, "is not a JSON object")
     return value

@@ -178,7 +178,9 @@ def check(
         tools=tools,
         listed_tools=(body.tools or None) if isinstance(body, ChatBody) else None,
         text=fields.PLAIN_TEXT if fields.TEXT[kind](body) in fields.NO_TEXT else fields.text_options(body),
-        template=fields.prompt_options(body),
+        template=fields.PLAIN_PROMPT
+        if fields.PROMPT[kind](body) in fields.NO_PROMPT
+        else fields.prompt_options(body),
         prompt_logprobs=None if body.prompt_logprobs is None else fields.scored_prompt(body),
         prompt_from=prompt_from,
         cumulative=cumulative,

@@ -67,7 +67,7 @@ class TokenLimits(msgspec.Struct, frozen=True):
 
 
 #: What a body asks for that gives none of the fields in question.
-PLAIN_TEXT, NO_FORM, NO_LIMITS = TextOptions(), AnswerForm(), TokenLimits()
+PLAIN_TEXT, PLAIN_PROMPT, NO_FORM, NO_LIMITS = TextOptions(), PromptOptions(), AnswerForm(), TokenLimits()
 _OF_TEXT = (
     "detokenize",
     "skip_special_tokens",
@@ -80,6 +80,14 @@ TEXT = {
     "chat": attrgetter(*_OF_TEXT, "separate_reasoning", "include_reasoning"),
 }
 NO_TEXT = ((None,) * 4, (None,) * 6)
+#: Likewise, of the fields that `prompt_options` reads.
+PROMPT = {
+    "completion": attrgetter("add_special_tokens"),
+    "chat": attrgetter(
+        "add_special_tokens", "chat_template_kwargs", "add_generation_prompt", "continue_final_message"
+    ),
+}
+NO_PROMPT = (None, (None,) * 4)
 #: The values of the fields that `answer` reads, `plan_tools`, `wants_routes` and `isolation_key`.
 FORMS = attrgetter("response_format", "structured_outputs")
 TOOLS = attrgetter("tools", "tool_choice")

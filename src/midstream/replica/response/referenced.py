@@ -40,7 +40,7 @@ from midstream.core.references import (
     SharedFile,
 )
 from midstream.core.route_gaps import gaps_of
-from midstream.core.traces import RecordsKept, keeps_routes
+from midstream.core.traces import WITH_ROUTES, RecordsKept
 from midstream.core.types import GenerateRequest, ModelInfo, TokenRecord
 from midstream.replica.record_files import PARAM, Encoded, RecordFiles
 from midstream.replica.request.checked import MASKS, ROUTES, Checked, Prompt
@@ -114,7 +114,7 @@ class ReferencedRecords:
     def columns(self, kept: RecordsKept) -> list[LeftOut]:
         """Of those that a turn's record has, too."""
         found: list[LeftOut] = ["logprob", "sampling_logprob"]
-        if not keeps_routes(kept):
+        if kept not in WITH_ROUTES:
             return found
         own: dict[LeftOut, bool] = {
             "route": self._routes,

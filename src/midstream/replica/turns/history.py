@@ -21,7 +21,7 @@ from msgspec import UNSET, UnsetType
 from midstream.core.errors import InvalidRequest
 from midstream.core.headers import HEADER_HISTORY
 from midstream.core.references import TurnReference
-from midstream.core.traces import RecordsKept, TurnSampling, keeps_routes
+from midstream.core.traces import WITH_ROUTES, RecordsKept, TurnSampling
 from midstream.core.types import Session
 from midstream.replica.request.checked import Prompt
 from midstream.replica.response.choice import Choice, Piece
@@ -114,7 +114,7 @@ class _Answer:
         self.constrained = self.constrained or any(record.constrained for record in records)
         given = (record.sampling_logprob for record in records)
         self.sampling_logprobs.extend(_UNKNOWN if value is None else value for value in given)
-        if keeps_routes(kept):
+        if kept in WITH_ROUTES:
             self.routes += [record.route for record in records if record.route is not None]
             self.router_weights += [r.router_weights for r in records if r.router_weights is not None]
             self.masks += [record.mask for record in records if record.mask is not None]

@@ -139,7 +139,7 @@ async def find_file(url: str, name: str) -> tuple[Store, BucketFile]:
     except FileNotFoundError as error:
         raise SnapshotMissing(f"{public_url(url)}: {shown(name)} is not there") from error
     except BaseError as error:
-        raise SnapshotError(f"{public_url(url)}: {shown(name)} cannot be read: {describe(error)}") from None
+        raise _unreadable(url, name, error) from None
     return store, BucketFile(name, o["size"], o["e_tag"], o["last_modified"].isoformat())
 
 
@@ -192,21 +192,20 @@ def check_inside(url: str, bucket: str, names: Iterable[str] | None = None) -> N
 
 async def read_manifest(listing: Listing) -> Content | None:
     """The content that the manifest says; None if there is no manifest. Raises SnapshotCorrupt, SnapshotError."""
-    at = f"{public_url(listing.url)}: {MANIFEST_FILE}"
     try:
         if isinstance(listing.store, LocalStore):
             path = os.path.join(str(listing.store.prefix), MANIFEST_FILE)
             return parse_manifest(await asyncio.to_thread(_read_local, path))
         found = await listing.store.get_async(MANIFEST_FILE)
         if found.meta["size"] > MANIFEST_BYTES_MAX:
-            raise SnapshotCorrupt(f"{at} has more than {MANIFEST_BYTES_MAX} bytes")
+            raise SnapshotCorrupt(
+                f"{public_url(listing.url)}: {MANIFEST_FILE} has more than {MANIFEST_BYTES_MAX} bytes"
+            )
         return parse_manifest(bytes(await found.bytes_async()))
     except FileNotFoundError:
         return None
-    except BaseError as error:
-        raise SnapshotError(f"{at} cannot be read: {describe(error)}") from None
-    except OSError as error:
-        raise SnapshotCorrupt(f"{at} cannot be read: {error.strerror or error}") from error
+    except (BaseError, OSError) as error:
+        raise _unreadable(listing.url, MANIFEST_FILE, error) from None
 
 
 def _read_local(path: str) -> bytes:
@@ -219,17 +218,23 @@ def _read_local(path: str) -> bytes:
 
 async def read_beginning(listing: Listing, name: str, count: int) -> bytes:
     """The first bytes of one of its files, at most `count`. Raises SnapshotCorrupt, SnapshotError."""
-    at, store = f"{public_url(listing.url)}: {shown(name)}", listing.store
+    store = listing.store
     count = min(count, next(file.size for file in listing.files if file.name == name))
     try:
         if isinstance(store, LocalStore):
             return await asyncio.to_thread(_read_some, os.path.join(str(store.prefix), name), count)
         # A store refuses an empty range.
         return bytes(await store.get_range_async(name, start=0, end=count)) if count else b""
-    except BaseError as error:
-        raise SnapshotError(f"{at} cannot be read: {describe(error)}") from None
-    except OSError as error:
-        raise SnapshotCorrupt(f"{at} cannot be read: {error.strerror or error}") from error
+    except (BaseError, OSError) as error:
+        raise _unreadable(listing.url, name, error) from None
+
+
+def _unreadable(url: str, name: str, error: BaseError | OSError) -> SnapshotError:
+    """A file of a local bucket that cannot be opened is damaged. A store's own error may pass."""
+    at = f"{public_url(url)}: {shown(name)} cannot be read"
+    if isinstance(error, BaseError):
+        return SnapshotError(f"{at}: {describe(error)}")
+    return SnapshotCorrupt(f"{at}: {error.strerror or error}")
 
 
 def _read_some(path: str, count: int) -> bytes:
