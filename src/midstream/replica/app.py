@@ -14,6 +14,7 @@ import logging
 import uuid
 from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager
+from typing import Any
 
 import msgspec
 
@@ -76,15 +77,9 @@ REPORT_AT_LEAST_EVERY_S = 1.0
 #: Sessions are reported sooner: another gateway may soon get the session's next turn.
 SESSIONS_GAP_S = 0.005
 _TOKEN = HEADER_TOKEN.encode()
-_desired = msgspec.json.Decoder(Desired)
-_policy_end = msgspec.json.Decoder(PolicyEnd)
-_asked = msgspec.json.Decoder(SessionsAsked)
-_rewarded = msgspec.json.Decoder(RewardAsked)
-_hinted = msgspec.json.Decoder(Hint)
-_response_asked = msgspec.json.Decoder(ResponseAsked)
-_paused = msgspec.json.Decoder(Pause)
-_offered = msgspec.json.Decoder(RoomOffer)
-_ids = msgspec.json.Decoder(tuple[str, ...] | None)
+OF_SESSIONS = "a question about sessions"
+#: Makes the exchange of a request.
+Serves = Callable[[Request, ClientConnection], Exchange]
 _NO_TURNS = msgspec.json.encode(Sessions().trajectories())
 
 #: Of a stream's rest: only its gateway reads why it does not begin.
@@ -117,27 +112,30 @@ class ReplicaApp:
         replica.earlier = EarlierTurns(replica.trees, token)
         outbox = Outbox()
         get, post = b"GET", b"POST"
-        self._routes: dict[bytes, tuple[bytes, Callable[[Request, ClientConnection], Exchange]]] = {
+        self._routes: dict[bytes, tuple[bytes, Serves]] = {
             b"/health": (get, _at_once(lambda _: _health(replica))),
             b"/replica/report": (get, _at_once(lambda _: (200, replica.report()))),
             b"/replica/events": (get, lambda request, client: EventsExchange(request, client, replica)),
-            b"/replica/desired": (post, _at_once(lambda request: _desire(replica, request))),
-            b"/replica/policy/end": (post, _at_once(lambda request: _end_policy(replica, request))),
-            b"/replica/sessions": (post, _at_once(lambda request: _sessions(replica, request))),
-            b"/replica/sessions/close": (post, _at_once(lambda request: _close_session(replica, request))),
+            b"/replica/desired": (post, _taking(Desired, "a desired snapshot", replica, _desire)),
+            b"/replica/policy/end": (post, _taking(PolicyEnd, "the end of a policy", replica, _end_policy)),
+            b"/replica/sessions": (post, _taking(SessionsAsked, OF_SESSIONS, replica, _sessions)),
+            b"/replica/sessions/close": (post, _taking(SessionsAsked, OF_SESSIONS, replica, _close_session)),
             PATH_TURNS.encode(): (post, lambda request, client: TurnsExchange(request, client, replica)),
             PATH_TAKEN.encode(): (post, lambda request, client: TakenExchange(request, client, replica)),
             b"/replica/trace": (post, lambda request, client: TraceExchange(request, client, replica)),
-            b"/replica/responses": (post, _at_once(lambda request: _response(replica, request))),
-            b"/replica/reward": (post, _at_once(lambda request: _reward(replica, request))),
-            b"/replica/hint": (post, _at_once(lambda request: _hint(replica, request))),
-            b"/replica/pause": (post, _at_once(lambda request: _pause(replica, request))),
-            b"/replica/offer": (post, _at_once(lambda request: _offer(replica, request))),
+            b"/replica/responses": (
+                post,
+                _taking(ResponseAsked, "a question about a response", replica, _response),
+            ),
+            b"/replica/reward": (post, _taking(RewardAsked, "a reward", replica, _reward)),
+            b"/replica/hint": (post, _noting(Hint, "a hint", replica.hint)),
+            b"/replica/pause": (post, _noting(Pause, "a pause", replica.pause)),
+            b"/replica/offer": (post, _noting(RoomOffer, "an offer", replica.budget.offered)),
             TRANSFER_PATH.encode(): (
                 post,
                 lambda request, client: TransferExchange(request, client, replica),
             ),
-            b"/replica/abort": (post, _at_once(lambda request: _abort(replica, request))),
+            b"/replica/abort": (post, _taking(tuple[str, ...] | None, "ids of requests", replica, _abort)),
             b"/replica/reset_cache": (post, _at_once(lambda _: _reset_cache(replica))),
         }
         for prefix in ("", PREFIX):
@@ -406,13 +404,28 @@ class EventsExchange(TaskExchange):
             await self._tell(line + b"\n")
 
 
-def _at_once(answer: Callable[[Request], Answer]) -> Callable[[Request, ClientConnection], Exchange]:
+def _at_once(answer: Callable[[Request], Answer]) -> Serves:
     return lambda request, client: InstantExchange(request, client, answer)
 
 
-def _inference(
-    replica: Replica, wire: WirePath, outbox: Outbox
-) -> Callable[[Request, ClientConnection], Exchange]:
+def _taking(kind: Any, what: str, replica: Replica, answer: Callable[[Replica, Any], Answer]) -> Serves:
+    """An endpoint whose body is a message of this kind, which refusals call `what`."""
+    decoder = msgspec.json.Decoder(kind)
+    return _at_once(lambda request: answer(replica, message_of(request.body, decoder, what)))
+
+
+def _noting(kind: Any, what: str, note: Callable[[Any], None]) -> Serves:
+    """Likewise, and nothing is to be answered."""
+    decoder = msgspec.json.Decoder(kind)
+
+    def noted(request: Request) -> Answer:
+        note(message_of(request.body, decoder, what))
+        return 202, {}
+
+    return _at_once(noted)
+
+
+def _inference(replica: Replica, wire: WirePath, outbox: Outbox) -> Serves:
     call = TEXT_CALLS.get(wire.name)
     if call is not None:
         return lambda request, client: TextExchange(request, client, replica, wire, call)
@@ -440,33 +453,29 @@ def _models(replica: Replica) -> Answer:
     return 200, {"object": "list", "data": [model]}
 
 
-def _desire(replica: Replica, request: Request) -> Answer:
-    replica.desire(message_of(request.body, _desired, "a desired snapshot"))
+def _desire(replica: Replica, desired: Desired) -> Answer:
+    replica.desire(desired)
     return 202, replica.report()
 
 
-def _end_policy(replica: Replica, request: Request) -> Answer:
-    end = message_of(request.body, _policy_end, "the end of a policy")
+def _end_policy(replica: Replica, end: PolicyEnd) -> Answer:
     return 200, {"ended": replica.policies.end(end.policy, end.made)}
 
 
-def _sessions(replica: Replica, request: Request) -> Answer:
-    asked = message_of(request.body, _asked, "a question about sessions")
+def _sessions(replica: Replica, asked: SessionsAsked) -> Answer:
     if asked.key is None:
         return 200, SessionsHeld(tuple(replica.sessions.of(asked.tenant, asked.after, asked.limit)))
     found = replica.session((asked.tenant, asked.key))
     return 200, SessionsHeld(() if found is None else (found,))
 
 
-def _close_session(replica: Replica, request: Request) -> Answer:
-    asked = message_of(request.body, _asked, "a question about sessions")
+def _close_session(replica: Replica, asked: SessionsAsked) -> Answer:
     if asked.key is None:
-        raise InvalidRequest("which session is to be closed", param="key")
+        raise InvalidRequest("key: name the session that is to be closed", param="key")
     return 200, {"closed": replica.close_session((asked.tenant, asked.key))}
 
 
-def _response(replica: Replica, request: Request) -> Answer:
-    asked = message_of(request.body, _response_asked, "a question about a response")
+def _response(replica: Replica, asked: ResponseAsked) -> Answer:
     found = replica.responses.find(asked.tenant, asked.id)
     if found is None:
         return 200, {"found": None}
@@ -475,27 +484,12 @@ def _response(replica: Replica, request: Request) -> Answer:
     return 200, {"found": found.input if asked.what == "items" else msgspec.Raw(found.body)}
 
 
-def _reward(replica: Replica, request: Request) -> Answer:
-    return 200, replica.reward(message_of(request.body, _rewarded, "a reward"))
+def _reward(replica: Replica, asked: RewardAsked) -> Answer:
+    return 200, replica.reward(asked)
 
 
-def _hint(replica: Replica, request: Request) -> Answer:
-    replica.hint(message_of(request.body, _hinted, "a hint"))
-    return 202, {}
-
-
-def _pause(replica: Replica, request: Request) -> Answer:
-    replica.pause(message_of(request.body, _paused, "a pause"))
-    return 202, {}
-
-
-def _offer(replica: Replica, request: Request) -> Answer:
-    replica.budget.offered(message_of(request.body, _offered, "an offer"))
-    return 202, {}
-
-
-def _abort(replica: Replica, request: Request) -> Answer:
-    return 200, {"aborted": replica.policies.abort(message_of(request.body, _ids, "ids of requests"))}
+def _abort(replica: Replica, ids: tuple[str, ...] | None) -> Answer:
+    return 200, {"aborted": replica.policies.abort(ids)}
 
 
 def _reset_cache(replica: Replica) -> Answer:
