@@ -33,6 +33,23 @@ class ServedWeights:
     epochs: Epochs
 
 
+def problem_at_servers(request: GenerateRequest, who: str) -> str | None:
+    """The reason why no engine's server can serve this request, for the user; None if it can. who: the server."""
+    sampling = request.sampling
+    if request.grammar is not None and request.grammar.lstrip().startswith("{"):
+        return f"{who} takes a grammar in the Lark dialect only, not as JSON"
+    if not any(request.emitted_of(choice) for choice in request.choices):
+        return None
+    cannot = f"{who} cannot continue a stream"
+    if sampling.presence_penalty or sampling.frequency_penalty:
+        return f"{cannot} under presence_penalty or frequency_penalty: it would not count its tokens"
+    if sampling.bad_words:
+        return f"{cannot} under bad_words: it would not look at its tokens"
+    if request.grammar is not None:
+        return f"{cannot} that must match a grammar: it would begin the grammar again"
+    return None
+
+
 _tokens_of = attrgetter("tokens")
 NO_ROUTES: tuple[tuple[bytes, bytes | None], ...] = ()
 NONE_RENAMED: tuple[tuple[str, str], ...] = ()

@@ -13,6 +13,7 @@ from msgspec.structs import replace
 from midstream.core.types import GenerateRequest, TokenRecord
 from midstream.engine.servers.chunks import InvalidAnswer, error_of
 from midstream.engine.servers.labels import Epochs, Spans
+from midstream.engine.servers.model import Shape
 from midstream.engine.servers.requests import UNKNOWN_MODEL
 from midstream.http.call import CallFailed, call
 
@@ -29,16 +30,20 @@ class WrongWeights(Exception):
 
 
 class PromptScorer(abc.ABC):
-    """epochs: of the weights that it asks for."""
+    """epochs: of the weights that it asks for. by_priority: the server goes by priority."""
 
     #: The engine, for messages, and where it is asked.
     WHO = "the server"
     PATH = ""
 
-    def __init__(self, url: str, headers: str, epochs: Epochs) -> None:
+    def __init__(
+        self, url: str, headers: str, epochs: Epochs, shape: Shape, *, by_priority: bool = False
+    ) -> None:
         self._url = url
         self._headers = headers
         self._epochs = epochs
+        self._shape = shape
+        self._by_priority = by_priority
 
     @abc.abstractmethod
     def _body(self, alone: GenerateRequest, salt: str, first: int) -> bytes:

@@ -84,7 +84,7 @@ def decode_routes(data: str, shape: Shape, *, first: int, count: int) -> list[by
 
 
 class SglangScorer(PromptScorer):
-    """name: makes the name of a request at the server. by_priority: the server goes by priority."""
+    """name: makes the name of a request at the server."""
 
     WHO = "SGLang"
     PATH = protocol.PATH
@@ -99,10 +99,8 @@ class SglangScorer(PromptScorer):
         *,
         by_priority: bool = False,
     ) -> None:
-        super().__init__(url, headers, epochs)
-        self._shape = shape
+        super().__init__(url, headers, epochs, shape, by_priority=by_priority)
         self._name = name
-        self._by_priority = by_priority
 
     def _body(self, alone: GenerateRequest, salt: str, first: int) -> bytes:
         start = first if alone.want_routes else None

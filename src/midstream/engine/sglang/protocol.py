@@ -26,6 +26,7 @@ from midstream.engine.servers.chunks import (
     excerpt,
     tidy,
 )
+from midstream.engine.servers.requests import problem_at_servers
 from midstream.engine.step import GREEDY_BELOW
 
 PATH = "/generate"
@@ -187,15 +188,7 @@ def problem(request: GenerateRequest, eos_token_ids: Collection[int]) -> str | N
         return "temperature: what lies between 0 and 0.0001 is too little for SGLang; use 0, or more"
     if s.repetition_penalty != 1:
         return "repetition_penalty: SGLang does not count the tokens of the prompt; use presence_penalty or frequency_penalty"
-    if request.grammar is not None and request.grammar.lstrip().startswith("{"):
-        return "SGLang takes a grammar in the Lark dialect only, not as JSON"
-    if any(request.emitted_of(choice) for choice in request.choices):
-        cannot = "SGLang cannot continue a stream"
-        if s.presence_penalty or s.frequency_penalty:
-            return f"{cannot} under presence_penalty or frequency_penalty: it would not count its tokens"
-        if request.grammar is not None:
-            return f"{cannot} that must match a grammar: it would begin the grammar again"
-    return None
+    return problem_at_servers(request, "SGLang")
 
 
 def body(

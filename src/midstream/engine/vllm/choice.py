@@ -15,6 +15,7 @@ from midstream.engine.servers.labels import ChoiceLabels
 from midstream.engine.servers.model import Shape
 from midstream.engine.servers.requests import ChoiceStream, sampling_logprob
 from midstream.engine.servers.routes import InvalidRoutes
+from midstream.engine.step import GREEDY_BELOW
 from midstream.engine.vllm import protocol
 from midstream.engine.vllm.masks import fixed_mask
 from midstream.engine.vllm.routes import decode_routes, routes_with
@@ -85,8 +86,4 @@ def wants_both(request: GenerateRequest, proved: Collection[str]) -> bool:
     if request.grammar is not None and "constrained_logprobs" not in proved:
         # What would come with a near tie was not seen to be the raw number.
         return False
-    return (
-        request.want_logprobs
-        and request.sampling.temperature < protocol.GREEDY_BELOW
-        and "near_ties" in proved
-    )
+    return request.want_logprobs and request.sampling.temperature < GREEDY_BELOW and "near_ties" in proved

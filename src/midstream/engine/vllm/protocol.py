@@ -33,7 +33,8 @@ from midstream.engine.servers.chunks import (
     tidy,
 )
 from midstream.engine.servers.labels import KvSpans
-from midstream.engine.step import SUM_ROUNDING
+from midstream.engine.servers.requests import problem_at_servers
+from midstream.engine.step import GREEDY_BELOW, SUM_ROUNDING
 from midstream.engine.vllm.masks import is_mask, read_mask
 from midstream.engine.vllm.routes import is_rows, read_rows
 from midstream.engine.vllm.worker_extension.midstream_vllm_numbers import (
@@ -51,8 +52,8 @@ from midstream.engine.vllm.worker_extension.midstream_vllm_numbers import (
 from midstream.engine.vllm.worker_extension.midstream_vllm_scheduler import IN_PAUSE
 
 PATH = "/inference/v1/generate"
-#: vLLM treats a temperature below the first as greedy, and raises other temperatures to at least the second.
-GREEDY_BELOW, TEMPERATURE_MIN = 1e-5, 1e-2
+#: vLLM raises temperatures from GREEDY_BELOW on to at least this one.
+TEMPERATURE_MIN = 1e-2
 #: vLLM's value for a log-probability that is NaN or -inf.
 NOT_FINITE = -9999.0
 #: The priority of midstream's own checks, at a server that orders by it. vLLM takes lower numbers first; others have 0 or more.
@@ -290,17 +291,7 @@ def problem(request: GenerateRequest) -> str | None:
     s = request.sampling
     if GREEDY_BELOW <= s.temperature < TEMPERATURE_MIN:
         return f"temperature: vLLM takes what lies between 0 and {TEMPERATURE_MIN} as {TEMPERATURE_MIN}; use 0, or more"
-    if request.grammar is not None and request.grammar.lstrip().startswith("{"):
-        return "vLLM takes a grammar in the Lark dialect only, not as JSON"
-    if any(request.emitted_of(choice) for choice in request.choices):
-        cannot = "vLLM cannot continue a stream"
-        if s.presence_penalty or s.frequency_penalty:
-            return f"{cannot} under presence_penalty or frequency_penalty: it would not count its tokens"
-        if s.bad_words:
-            return f"{cannot} under bad_words: it would not look at its tokens"
-        if request.grammar is not None:
-            return f"{cannot} that must match a grammar: it would begin the grammar again"
-    return None
+    return problem_at_servers(request, "vLLM")
 
 
 def body(

@@ -17,8 +17,7 @@ from midstream.engine.vllm.routes import decode_routes, routes_with
 
 
 class Scorer(PromptScorer):
-    """model: its name at the server. by_priority: the server goes by priority. in_pause: in a pause it computes urgent ones.
-    routed: routes come with tokens."""
+    """model: its name at the server. in_pause: in a pause it computes urgent ones. routed: routes come with tokens."""
 
     WHO = "vLLM"
     PATH = protocol.PATH
@@ -35,11 +34,9 @@ class Scorer(PromptScorer):
         in_pause: bool = False,
         routed: bool = False,
     ) -> None:
-        super().__init__(url, headers, epochs)
-        self._by_priority = by_priority
+        super().__init__(url, headers, epochs, shape, by_priority=by_priority)
         self._in_pause = in_pause
         self._routed = routed
-        self._shape = shape
         self._model = model
 
     def _body(self, alone: GenerateRequest, salt: str, first: int) -> bytes:
