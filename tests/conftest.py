@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import os
 import secrets
 import socket
@@ -10,6 +11,7 @@ import hypothesis
 import pytest
 import server_logs
 import tiers
+from coroutine_tests import run_test
 from postgres import REQUIRED, Postgres, Wire, find_server, postgres_server
 from s3server import S3Server, s3_server
 from shared_servers import SharedServers
@@ -48,6 +50,10 @@ def pytest_collection() -> Generator[None, object, object]:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     tiers.select(config, items)
+
+
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    return run_test(pyfuncitem, lambda main: asyncio.run(main()))
 
 
 _cpu = tiers.CpuTime()

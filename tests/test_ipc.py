@@ -71,37 +71,31 @@ def test_a_message_that_cannot_be_understood_closes_the_link_and_nothing_behind_
     assert caplog.records[0].exc_info is not None
 
 
-def test_a_child_reads_what_its_parent_sends_and_hears_of_its_end() -> None:
-    async def main() -> None:
-        async with linked() as (link, theirs):
-            channel = ipc.Channel(theirs, DECODER)
-            assert list(channel.receive(0.0)) == []
-            link.send(Said("one"))
-            link.send(Said("two"))
-            assert [message.text for message in channel.receive(None)] == ["one", "two"]
-            channel.send(Said("back"))
-            link.transport.close()
-            async with asyncio.timeout(120):
-                await link.lost.wait()
-            with pytest.raises(ipc.Disconnected):
-                list(channel.receive(None))
-
-    asyncio.run(main())
+async def test_a_child_reads_what_its_parent_sends_and_hears_of_its_end() -> None:
+    async with linked() as (link, theirs):
+        channel = ipc.Channel(theirs, DECODER)
+        assert list(channel.receive(0.0)) == []
+        link.send(Said("one"))
+        link.send(Said("two"))
+        assert [message.text for message in channel.receive(None)] == ["one", "two"]
+        channel.send(Said("back"))
+        link.transport.close()
+        async with asyncio.timeout(120):
+            await link.lost.wait()
+        with pytest.raises(ipc.Disconnected):
+            list(channel.receive(None))
 
 
-def test_a_message_too_long_for_a_frame_is_refused_before_anything_is_sent(
+async def test_a_message_too_long_for_a_frame_is_refused_before_anything_is_sent(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(ipc, "MAX_FRAME_BYTES", 30)
 
-    async def main() -> None:
-        async with linked() as (link, theirs):
-            with pytest.raises(ValueError, match=r"^Said of \d+ bytes is over the 30 of a frame$"):
-                link.send(Said("x" * 40))
-            link.send(Said("short"))
-            assert [message.text for message in ipc.Channel(theirs, DECODER).receive(10.0)] == ["short"]
-
-    asyncio.run(main())
+    async with linked() as (link, theirs):
+        with pytest.raises(ValueError, match=r"^Said of \d+ bytes is over the 30 of a frame$"):
+            link.send(Said("x" * 40))
+        link.send(Said("short"))
+        assert [message.text for message in ipc.Channel(theirs, DECODER).receive(10.0)] == ["short"]
 
 
 def test_no_child_is_left_when_its_link_cannot_be_made(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -42,13 +42,6 @@ def event(model: str, *ids: int, **more: Any) -> bytes:
 def usage(prompt: int, cached: int | None) -> dict[str, Any]:
     details = None if cached is None else {"cached_tokens": cached}
     return {"usage": {"prompt_tokens": prompt, "prompt_tokens_details": details}}
-
-
-def in_loop(test: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:
-    def run() -> None:
-        asyncio.run(test())
-
-    return run
 
 
 DONE = framed(b"data: [DONE]\n\n")
@@ -185,7 +178,6 @@ def served(answers: list[bytes]) -> tuple[list[dict[str, Any]], Callable[..., An
     return bodies, handle
 
 
-@in_loop
 async def test_the_next_prompt_holds_the_answer_and_a_failed_turn_ends_its_trajectory() -> None:
     plan = [TurnPlan(added=3, answer=2, pause_s=0.0)] * 3
     good = HEAD + event("m@a", 7, 8) + event("m@a", **usage(3, 0)) + DONE + END
@@ -223,7 +215,6 @@ class Publisher:
         return SimpleNamespace(replicas=[SimpleNamespace(last_swap=timing)])
 
 
-@in_loop
 async def test_swaps_are_signalled_at_even_shares_of_the_turns() -> None:
     assert swap_points(128, 5) == [21, 42, 64, 85, 106]
     progress = Progress(9)
@@ -241,7 +232,6 @@ async def test_swaps_are_signalled_at_even_shares_of_the_turns() -> None:
     assert made[0]["pause_ms"] == [2.0]
 
 
-@in_loop
 async def test_timings_of_another_swap_are_not_taken() -> None:
     progress = Progress(2)
     progress.end()

@@ -393,18 +393,15 @@ def test_a_refused_signal_changes_nothing(snapshots: tuple[Replicas, Snapshots])
     assert same == now
 
 
-def test_nothing_is_ready_while_a_replica_is_on_its_way_elsewhere(
+async def test_nothing_is_ready_while_a_replica_is_on_its_way_elsewhere(
     snapshots: tuple[Replicas, Snapshots],
 ) -> None:
     there, made = snapshots
 
-    async def run() -> None:
-        same = await made.serve("same")
-        there.rows = [(same, "done", same), (same, "staging", "another")]
-        with pytest.raises(Failed, match="was not ready"):
-            await made.wait(same)
-
-    asyncio.run(run())
+    same = await made.serve("same")
+    there.rows = [(same, "done", same), (same, "staging", "another")]
+    with pytest.raises(Failed, match="was not ready"):
+        await made.wait(same)
 
 
 def test_a_failure_is_told_when_no_replica_loads_any_more(snapshots: tuple[Replicas, Snapshots]) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import msgspec
 import pytest
 from reports import replica_report
@@ -39,68 +37,58 @@ def report(**policy: object) -> ReplicaReport:
     return replica_report(policies=(own,))
 
 
-def test_nothing_is_desired_of_a_policy_once_its_end_has_begun() -> None:
-    async def run() -> None:
-        replicas = Recording()
-        policy = ReplicaSet(replicas, "learner", made=5.0)
-        desired = Desired(snapshot="step-1", generation=1)
-        await policy.send_desired(policy.views[0], desired)
-        assert [(one.policy, one.made) for one in replicas.desired] == [("learner", 5.0)]
-        policy.ending = True
-        await policy.send_desired(policy.views[0], desired)
-        assert len(replicas.desired) == 1
-
-    asyncio.run(run())
+async def test_nothing_is_desired_of_a_policy_once_its_end_has_begun() -> None:
+    replicas = Recording()
+    policy = ReplicaSet(replicas, "learner", made=5.0)
+    desired = Desired(snapshot="step-1", generation=1)
+    await policy.send_desired(policy.views[0], desired)
+    assert [(one.policy, one.made) for one in replicas.desired] == [("learner", 5.0)]
+    policy.ending = True
+    await policy.send_desired(policy.views[0], desired)
+    assert len(replicas.desired) == 1
 
 
-def test_what_a_replica_says_of_an_older_policy_of_the_name_is_not_of_this_one() -> None:
-    async def run() -> None:
-        replicas = Recording()
-        policy = ReplicaSet(replicas, "learner", made=5.0)
-        for made, found in ((5.0, ("step-1", 7, True)), (4.0, ("base", 0, False))):
-            replicas.members[0].hear(report(made=made))
-            said = policy.views[0].report
-            assert said is not None
-            assert (said.own.snapshot, said.own.generation, said.ready) == found
-
-    asyncio.run(run())
+async def test_what_a_replica_says_of_an_older_policy_of_the_name_is_not_of_this_one() -> None:
+    replicas = Recording()
+    policy = ReplicaSet(replicas, "learner", made=5.0)
+    for made, found in ((5.0, ("step-1", 7, True)), (4.0, ("base", 0, False))):
+        replicas.members[0].hear(report(made=made))
+        said = policy.views[0].report
+        assert said is not None
+        assert (said.own.snapshot, said.own.generation, said.ready) == found
 
 
-def test_the_end_is_told_to_whoever_has_the_policy_and_names_the_one_that_is_meant() -> None:
-    async def run() -> None:
-        replicas = Recording()
-        older, newer = (ReplicaSet(replicas, "learner", made) for made in (4.0, 5.0))
-        replicas.members[0].hear(report(made=5.0))
-        assert (older.is_held, newer.is_held) == (False, True)
-        await older.send_end()
-        assert replicas.posted == []
-        await newer.send_end()
-        await older.send_end(everywhere=True)
-        told = [("/replica/policy/end", {"policy": "learner", "made": made}) for made in (5.0, 4.0)]
-        assert replicas.posted == told
-
-    asyncio.run(run())
+async def test_the_end_is_told_to_whoever_has_the_policy_and_names_the_one_that_is_meant() -> None:
+    replicas = Recording()
+    older, newer = (ReplicaSet(replicas, "learner", made) for made in (4.0, 5.0))
+    replicas.members[0].hear(report(made=5.0))
+    assert (older.is_held, newer.is_held) == (False, True)
+    await older.send_end()
+    assert replicas.posted == []
+    await newer.send_end()
+    await older.send_end(everywhere=True)
+    told = [("/replica/policy/end", {"policy": "learner", "made": made}) for made in (5.0, 4.0)]
+    assert replicas.posted == told
 
 
 @pytest.mark.parametrize("everywhere", [False, True])
-def test_a_drained_replica_is_told_too_as_the_policy_is_not_gone_while_it_has_it(everywhere: bool) -> None:
-    async def run() -> None:
-        replicas = Recording()
-        policy = ReplicaSet(replicas, "learner", made=5.0)
-        replicas.set_members([("replica-0", "http://127.0.0.1:1")], leaving=["replica-0"])
-        (drained,) = replicas.leaving
-        drained.hear(report(made=5.0))
-        assert policy.is_held
-        await policy.send_end(everywhere)
-        assert replicas.posted == [("/replica/policy/end", {"policy": "learner", "made": 5.0})]
-        drained.hear(replica_report())
-        assert not policy.is_held
-
-    asyncio.run(run())
+async def test_a_drained_replica_is_told_too_as_the_policy_is_not_gone_while_it_has_it(
+    everywhere: bool,
+) -> None:
+    replicas = Recording()
+    policy = ReplicaSet(replicas, "learner", made=5.0)
+    replicas.set_members([("replica-0", "http://127.0.0.1:1")], leaving=["replica-0"])
+    (drained,) = replicas.leaving
+    drained.hear(report(made=5.0))
+    assert policy.is_held
+    await policy.send_end(everywhere)
+    assert replicas.posted == [("/replica/policy/end", {"policy": "learner", "made": 5.0})]
+    drained.hear(replica_report())
+    assert not policy.is_held
 
 
 @pytest.mark.parametrize("lost", [0, 1])
-def test_a_replica_that_cannot_be_told_of_an_end_keeps_no_other_from_it(lost: int) -> None:
+async def test_a_replica_that_cannot_be_told_of_an_end_keeps_no_other_from_it(lost: int) -> None:
     """A policy that another gateway ended is forgotten here at once, so nobody would tell the others later."""
 
     class Lossy(Recording):
@@ -111,30 +99,24 @@ def test_a_replica_that_cannot_be_told_of_an_end_keeps_no_other_from_it(lost: in
                 raise ReplicaUnavailable(f"{replica.name}: no connection")
             return await super().post(replica, path, body, expected, timeout_s)
 
-    async def run() -> None:
-        replicas = Lossy()
-        policy = ReplicaSet(replicas, "learner", made=5.0)
-        replicas.set_members([(f"replica-{number}", f"http://127.0.0.1:{1 + number}") for number in range(2)])
-        for replica in replicas.members:
-            replica.hear(report(made=5.0))
-        with pytest.raises(ReplicaUnavailable, match=f"replica-{lost}: no connection"):
-            await policy.send_end(everywhere=True)
-        assert replicas.posted == [("/replica/policy/end", {"policy": "learner", "made": 5.0})]
-
-    asyncio.run(run())
+    replicas = Lossy()
+    policy = ReplicaSet(replicas, "learner", made=5.0)
+    replicas.set_members([(f"replica-{number}", f"http://127.0.0.1:{1 + number}") for number in range(2)])
+    for replica in replicas.members:
+        replica.hear(report(made=5.0))
+    with pytest.raises(ReplicaUnavailable, match=f"replica-{lost}: no connection"):
+        await policy.send_end(everywhere=True)
+    assert replicas.posted == [("/replica/policy/end", {"policy": "learner", "made": 5.0})]
 
 
-def test_a_policy_ends_although_a_drained_replica_is_gone_with_its_machine() -> None:
+async def test_a_policy_ends_although_a_drained_replica_is_gone_with_its_machine() -> None:
     """Nobody removed it from the list. A member that is not heard may have the policy, and is waited for."""
 
-    async def run() -> None:
-        replicas = Recording()
-        members = [(f"replica-{number}", f"http://127.0.0.1:{1 + number}") for number in range(2)]
-        replicas.set_members(members)
-        replicas.members[0].hear(replica_report())
-        assert replicas.unheard(1) == ["replica-1"]
-        replicas.set_members(members, leaving=["replica-1"])
-        assert replicas.unheard(1) == []
-        assert replicas.unheard(2) == ["1 that has not started"]
-
-    asyncio.run(run())
+    replicas = Recording()
+    members = [(f"replica-{number}", f"http://127.0.0.1:{1 + number}") for number in range(2)]
+    replicas.set_members(members)
+    replicas.members[0].hear(replica_report())
+    assert replicas.unheard(1) == ["replica-1"]
+    replicas.set_members(members, leaving=["replica-1"])
+    assert replicas.unheard(1) == []
+    assert replicas.unheard(2) == ["1 that has not started"]

@@ -105,38 +105,32 @@ def test_a_replica_that_lacks_a_policy_is_not_used_for_it_before_it_reports_it_a
     run(work)
 
 
-def test_another_weight_is_news_for_each_policy() -> None:
-    async def main() -> None:
-        world = World()
-        told: list[str] = []
-        world.own.subscribe(lambda: told.append("own"))
-        world.red.subscribe(lambda: told.append("red"))
-        world.facts.set_members([Member(*FIRST, weight=3.0), SECOND])
-        await asyncio.sleep(0)
-        assert told == ["own", "red"]
-        assert [[member.weight for member in views.fleet.members] for views in (world.own, world.red)] == [
-            [3.0, 1.0],
-            [3.0, 1.0],
-        ]
-        world.facts.set_members([Member(*FIRST, weight=3.0), SECOND])
-        await asyncio.sleep(0)
-        assert told == ["own", "red"], "the same list changes nothing"
-
-    asyncio.run(main())
+async def test_another_weight_is_news_for_each_policy() -> None:
+    world = World()
+    told: list[str] = []
+    world.own.subscribe(lambda: told.append("own"))
+    world.red.subscribe(lambda: told.append("red"))
+    world.facts.set_members([Member(*FIRST, weight=3.0), SECOND])
+    await asyncio.sleep(0)
+    assert told == ["own", "red"]
+    assert [[member.weight for member in views.fleet.members] for views in (world.own, world.red)] == [
+        [3.0, 1.0],
+        [3.0, 1.0],
+    ]
+    world.facts.set_members([Member(*FIRST, weight=3.0), SECOND])
+    await asyncio.sleep(0)
+    assert told == ["own", "red"], "the same list changes nothing"
 
 
-def test_a_report_that_says_nothing_new_of_a_policy_is_no_news_for_it() -> None:
-    async def main() -> None:
-        world = World()
-        told: list[str] = []
-        world.own.subscribe(lambda: told.append("own"))
-        world.red.subscribe(lambda: told.append("red"))
-        busy = report("replica-0")
-        world.first.hear(replica_report("replica-0", boot="b", in_flight=3, policies=busy.others))
-        await asyncio.sleep(0)
-        assert told == ["own"]
-
-    asyncio.run(main())
+async def test_a_report_that_says_nothing_new_of_a_policy_is_no_news_for_it() -> None:
+    world = World()
+    told: list[str] = []
+    world.own.subscribe(lambda: told.append("own"))
+    world.red.subscribe(lambda: told.append("red"))
+    busy = report("replica-0")
+    world.first.hear(replica_report("replica-0", boot="b", in_flight=3, policies=busy.others))
+    await asyncio.sleep(0)
+    assert told == ["own"]
 
 
 def test_failures_with_a_policy_count_only_while_it_follows_demand() -> None:

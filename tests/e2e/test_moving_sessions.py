@@ -118,66 +118,57 @@ async def control(client: httpx.AsyncClient, server: Server, turns: int) -> list
     return talk.made
 
 
-def test_a_session_moves_from_a_full_replica_to_one_that_joins_and_goes_on_token_for_token(
+async def test_a_session_moves_from_a_full_replica_to_one_that_joins_and_goes_on_token_for_token(
     server: Server,
 ) -> None:
-    async def main() -> None:
-        async with client_of(server) as client:
-            expected = await control(client, server, 3)
-            for number in range(ROUNDS):
-                talks = await three_on(client, server, "replica-0", f"priced{number}")
-                last = talks[2]
-                await last.turn()
-                if last.ways[-1] == ("replica-1", "priced"):
-                    break
-                for talk in talks:
-                    await talk.end()
-            assert last.ways[-1] == ("replica-1", "priced")
+    async with client_of(server) as client:
+        expected = await control(client, server, 3)
+        for number in range(ROUNDS):
+            talks = await three_on(client, server, "replica-0", f"priced{number}")
+            last = talks[2]
             await last.turn()
-            assert last.ways[-1] == ("replica-1", "sticky")
-            assert last.made == expected
-            trace = (await client.get(f"/v1/sessions/{last.key}/trace")).json()
-            assert sum(len(one["turns"]) for one in trace["traces"]) == 3
-            labels = {
-                span["snapshot"]
-                for one in trace["traces"]
-                for turn in one["turns"]
-                for span in turn["snapshots"]
-            }
-            assert labels == {"base"}
-            metrics = (await client.get("/metrics")).text
-            assert 'midstream_gateway_moves_total{reason="wait"}' in metrics
+            if last.ways[-1] == ("replica-1", "priced"):
+                break
             for talk in talks:
                 await talk.end()
+        assert last.ways[-1] == ("replica-1", "priced")
+        await last.turn()
+        assert last.ways[-1] == ("replica-1", "sticky")
+        assert last.made == expected
+        trace = (await client.get(f"/v1/sessions/{last.key}/trace")).json()
+        assert sum(len(one["turns"]) for one in trace["traces"]) == 3
+        labels = {
+            span["snapshot"] for one in trace["traces"] for turn in one["turns"] for span in turn["snapshots"]
+        }
+        assert labels == {"base"}
+        metrics = (await client.get("/metrics")).text
+        assert 'midstream_gateway_moves_total{reason="wait"}' in metrics
+        for talk in talks:
+            await talk.end()
 
-    asyncio.run(main())
 
-
-def test_a_replica_that_is_asked_to_leave_loses_no_turn(server: Server) -> None:
-    async def main() -> None:
-        async with client_of(server) as client:
-            expected = await control(client, server, 3)
-            talks = await three_on(client, server, "replica-1", "left")
-            last = talks[2]
-            streamed = asyncio.create_task(stream(client, server))
-            # It has to wait, or runs.
-            turn = asyncio.create_task(last.turn())
-            shown = await standing(client, server, "replica-1", drain=True, within_s=0)
-            assert shown["standing"] == "leaving"
-            assert shown["leaves_at"] is not None
-            await turn
-            for talk in (last, *talks[:2]):
-                await talk.turn()
-                assert talk.made == expected
-                assert talk.ways[-1][0] == "replica-0"
-                await talk.end()
-            assert await streamed == await stream(client, server)
-            metrics = (await client.get("/metrics")).text
-            assert 'midstream_gateway_moves_total{reason="leaving"}' in metrics
-            assert 'midstream_replica_leaves_timestamp_seconds{replica="replica-1"}' in metrics
-            await standing(client, server, "replica-1", drain=False)
-
-    asyncio.run(main())
+async def test_a_replica_that_is_asked_to_leave_loses_no_turn(server: Server) -> None:
+    async with client_of(server) as client:
+        expected = await control(client, server, 3)
+        talks = await three_on(client, server, "replica-1", "left")
+        last = talks[2]
+        streamed = asyncio.create_task(stream(client, server))
+        # It has to wait, or runs.
+        turn = asyncio.create_task(last.turn())
+        shown = await standing(client, server, "replica-1", drain=True, within_s=0)
+        assert shown["standing"] == "leaving"
+        assert shown["leaves_at"] is not None
+        await turn
+        for talk in (last, *talks[:2]):
+            await talk.turn()
+            assert talk.made == expected
+            assert talk.ways[-1][0] == "replica-0"
+            await talk.end()
+        assert await streamed == await stream(client, server)
+        metrics = (await client.get("/metrics")).text
+        assert 'midstream_gateway_moves_total{reason="leaving"}' in metrics
+        assert 'midstream_replica_leaves_timestamp_seconds{replica="replica-1"}' in metrics
+        await standing(client, server, "replica-1", drain=False)
 
 
 async def stream(client: httpx.AsyncClient, server: Server) -> list[int]:

@@ -130,59 +130,55 @@ def test_places_count_and_so_do_names_shapes_and_odd_bytes() -> None:
 
 @pytest.mark.slow
 @pytest.mark.variant
-def test_the_engine_process_tells_the_digest_while_a_stream_runs(tiny_model: Callable[..., Path]) -> None:
+async def test_the_engine_process_tells_the_digest_while_a_stream_runs(
+    tiny_model: Callable[..., Path],
+) -> None:
     first, second = tiny_model(), tiny_model(seed=1)
 
-    async def main() -> None:
-        engine = EmbeddedEngine(first, EngineSettings(kv_cache_tokens=8192))
-        await engine.start()
-        try:
-            stream = engine.generate(request("r", [1, 2, 3], max_tokens=1500, echo=0))
-            await anext(stream)
-            digests = await asyncio.gather(engine.weights_digest(), engine.weights_digest())
-            await engine.stage("second", second)
-            await engine.commit("second")
-            digests.append(await engine.weights_digest())
-            assert digests[0] == digests[1] != digests[2]
-            assert [event.finish async for event in stream][-1] == "length"
-        finally:
-            await engine.close()
-        with pytest.raises(EngineDied):
-            await engine.weights_digest()
-
-    asyncio.run(main())
+    engine = EmbeddedEngine(first, EngineSettings(kv_cache_tokens=8192))
+    await engine.start()
+    try:
+        stream = engine.generate(request("r", [1, 2, 3], max_tokens=1500, echo=0))
+        await anext(stream)
+        digests = await asyncio.gather(engine.weights_digest(), engine.weights_digest())
+        await engine.stage("second", second)
+        await engine.commit("second")
+        digests.append(await engine.weights_digest())
+        assert digests[0] == digests[1] != digests[2]
+        assert [event.finish async for event in stream][-1] == "length"
+    finally:
+        await engine.close()
+    with pytest.raises(EngineDied):
+        await engine.weights_digest()
 
 
 @pytest.mark.slow
 @pytest.mark.variant
-def test_engines_that_serve_the_same_files_pass_the_same_check_beside_running_streams(
+async def test_engines_that_serve_the_same_files_pass_the_same_check_beside_running_streams(
     tiny_model: Callable[..., Path],
 ) -> None:
     """One started with them, one switched to them while it generates, one of them a second time."""
     first, second = tiny_model(dtype="bfloat16"), tiny_model(seed=1, dtype="bfloat16")
 
-    async def main() -> None:
-        settings = EngineSettings(kv_cache_tokens=8192)
-        started, swapped = EmbeddedEngine(first, settings), EmbeddedEngine(second, settings)
-        ids = iter(range(100))
+    settings = EngineSettings(kv_cache_tokens=8192)
+    started, swapped = EmbeddedEngine(first, settings), EmbeddedEngine(second, settings)
+    ids = iter(range(100))
 
-        async def check(engine: EmbeddedEngine, info: ModelInfo) -> SnapshotCheck:
-            return await Checker(engine, lambda: f"{next(ids)}").check(info, "first", 1)
+    async def check(engine: EmbeddedEngine, info: ModelInfo) -> SnapshotCheck:
+        return await Checker(engine, lambda: f"{next(ids)}").check(info, "first", 1)
 
-        try:
-            infos = await asyncio.gather(started.start(), swapped.start())
-            expected, other = await check(started, infos[0]), await check(swapped, infos[1])
-            assert expected.weights != other.weights
-            assert expected.canary != other.canary
-            assert len(expected.canary) == 31
-            stream = swapped.generate(request("r", [1, 2, 3], max_tokens=3000, echo=0))
-            await anext(stream)
-            for _ in range(2):
-                await swapped.stage("first", first)
-                await swapped.commit("first")
-                assert await check(swapped, infos[1]) == expected
-            assert [event.finish async for event in stream][-1] == "length"
-        finally:
-            await asyncio.gather(started.close(), swapped.close())
-
-    asyncio.run(main())
+    try:
+        infos = await asyncio.gather(started.start(), swapped.start())
+        expected, other = await check(started, infos[0]), await check(swapped, infos[1])
+        assert expected.weights != other.weights
+        assert expected.canary != other.canary
+        assert len(expected.canary) == 31
+        stream = swapped.generate(request("r", [1, 2, 3], max_tokens=3000, echo=0))
+        await anext(stream)
+        for _ in range(2):
+            await swapped.stage("first", first)
+            await swapped.commit("first")
+            assert await check(swapped, infos[1]) == expected
+        assert [event.finish async for event in stream][-1] == "length"
+    finally:
+        await asyncio.gather(started.close(), swapped.close())

@@ -293,29 +293,23 @@ def test_when_the_process_is_killed_streams_raise_and_a_new_start_serves_again(
 
 
 @pytest.mark.variant
-def test_a_missing_model_is_reported_with_its_reason(tmp_path: Path) -> None:
-    async def main() -> None:
-        engine = EmbeddedEngine(tmp_path / "nowhere", EngineSettings())
-        with pytest.raises(EngineDied, match="nowhere"):
-            await engine.start()
-        await engine.close()
-
-    asyncio.run(main())
+async def test_a_missing_model_is_reported_with_its_reason(tmp_path: Path) -> None:
+    engine = EmbeddedEngine(tmp_path / "nowhere", EngineSettings())
+    with pytest.raises(EngineDied, match="nowhere"):
+        await engine.start()
+    await engine.close()
 
 
-def test_an_engine_that_does_not_load_in_time_is_ended_and_the_reason_names_the_limit(
+async def test_an_engine_that_does_not_load_in_time_is_ended_and_the_reason_names_the_limit(
     tiny_model: Callable[..., Path],
 ) -> None:
-    async def main() -> None:
-        # An interpreter takes longer.
-        engine = EmbeddedEngine(tiny_model(), EngineSettings(load_s_max=0.01))
-        with pytest.raises(EngineDied, match=r"not loaded within 0\.01 s \(load_s_max\)"):
-            await engine.start()
-        assert engine.pid is None
-        with pytest.raises(EngineDied, match="not running"):
-            await engine.pause()
-
-    asyncio.run(main())
+    # An interpreter takes longer.
+    engine = EmbeddedEngine(tiny_model(), EngineSettings(load_s_max=0.01))
+    with pytest.raises(EngineDied, match=r"not loaded within 0\.01 s \(load_s_max\)"):
+        await engine.start()
+    assert engine.pid is None
+    with pytest.raises(EngineDied, match="not running"):
+        await engine.pause()
 
 
 def test_messages_are_whole_however_the_socket_cuts_them() -> None:

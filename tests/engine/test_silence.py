@@ -51,34 +51,31 @@ def test_the_time_of_a_process_grows_while_it_computes() -> None:
         pass
 
 
-def test_a_stopped_engine_is_found_long_before_one_that_computes_for_long(
+async def test_a_stopped_engine_is_found_long_before_one_that_computes_for_long(
     tiny_model: Callable[..., Path],
 ) -> None:
     assert EngineSettings().hang_s_max == 8.0
     settings = EngineSettings(kv_cache_tokens=8192, silence_s_max=3600.0, hang_s_max=1.5)
 
-    async def main() -> None:
-        engine = EmbeddedEngine(tiny_model(), settings)
-        dead = asyncio.Event()
+    engine = EmbeddedEngine(tiny_model(), settings)
+    dead = asyncio.Event()
 
-        async def died(reason: str) -> None:
-            dead.set()
+    async def died(reason: str) -> None:
+        dead.set()
 
-        engine.on_death(died)
-        await engine.start()
-        stream = engine.generate(request("r", [1, 2, 3], max_tokens=4000, echo=0))
-        await anext(stream)
-        assert engine.pid is not None
-        os.kill(engine.pid, signal.SIGSTOP)
-        with pytest.raises(EngineDied):
-            await engine.commit("step-1")
-        with pytest.raises(EngineDied):
-            async for _ in stream:
-                pass
-        await dead.wait()
-        await engine.close()
-
-    asyncio.run(main())
+    engine.on_death(died)
+    await engine.start()
+    stream = engine.generate(request("r", [1, 2, 3], max_tokens=4000, echo=0))
+    await anext(stream)
+    assert engine.pid is not None
+    os.kill(engine.pid, signal.SIGSTOP)
+    with pytest.raises(EngineDied):
+        await engine.commit("step-1")
+    with pytest.raises(EngineDied):
+        async for _ in stream:
+            pass
+    await dead.wait()
+    await engine.close()
 
 
 def hold_the_interpreter(lasts_s: float) -> None:

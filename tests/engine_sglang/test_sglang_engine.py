@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import json
 import os
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from math import isnan
 from pathlib import Path
@@ -21,14 +20,6 @@ from midstream.engine.base import EngineDied, StagingFailed
 from midstream.engine.sglang.engine import SglangEngine
 
 PROMPT = tuple(range(10, 30))
-
-
-def in_a_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
-    @functools.wraps(test)
-    def run(*args: Any, **kwargs: Any) -> None:
-        asyncio.run(asyncio.wait_for(test(*args, **kwargs), 120))
-
-    return run
 
 
 @asynccontextmanager
@@ -89,7 +80,6 @@ async def switched(engine: SglangEngine, folder: Path, name: str, *, experts: bo
 
 
 class TestStart:
-    @in_a_loop
     async def test_a_server_that_passes_its_proofs_declares_what_it_has(self, tmp_path: Path) -> None:
         async with attached(tmp_path) as (engine, fake):
             card = engine._info().card
@@ -114,7 +104,6 @@ class TestStart:
             ("not_finite", "is not finite"),
         ],
     )
-    @in_a_loop
     async def test_a_server_with_a_fault_is_refused(self, tmp_path: Path, fault: str, why: str) -> None:
         def plant(fake: FakeSglang) -> None:
             setattr(fake, fault, True)
@@ -123,7 +112,6 @@ class TestStart:
             async with attached(tmp_path, plant):
                 pass
 
-    @in_a_loop
     async def test_a_stream_that_loses_a_token_is_refused(self, tmp_path: Path) -> None:
         def plant(fake: FakeSglang) -> None:
             fake.drops_token = 7
@@ -145,7 +133,6 @@ class TestStart:
             ({"max_req_input_len": None}, "does not say how long a prompt may be"),
         ],
     )
-    @in_a_loop
     async def test_a_server_of_other_flags_is_refused_by_name(
         self, tmp_path: Path, change: dict[str, Any], why: str
     ) -> None:
@@ -153,7 +140,6 @@ class TestStart:
             async with attached(tmp_path, lambda fake: fake.info.update(change)):
                 pass
 
-    @in_a_loop
     async def test_a_field_or_an_endpoint_that_is_missing_is_named(self, tmp_path: Path) -> None:
         def plant(fake: FakeSglang) -> None:
             del fake.info["stream_interval"]
@@ -169,7 +155,6 @@ class TestStart:
             async with attached(tmp_path, unlist):
                 pass
 
-    @in_a_loop
     async def test_one_that_its_last_user_left_paused_with_other_weights_begins_anew(
         self, tmp_path: Path
     ) -> None:
@@ -182,7 +167,6 @@ class TestStart:
             assert (fake.paused, fake.version) == (False, "1:base")
             assert (await Stream(engine, asking()).end()).finish == "length"
 
-    @in_a_loop
     async def test_one_without_a_cache_or_an_order_serves(self, tmp_path: Path) -> None:
         def plant(fake: FakeSglang) -> None:
             fake.info |= {"disable_radix_cache": True, "enable_priority_scheduling": False}
@@ -193,7 +177,6 @@ class TestStart:
             assert "priority" not in fake.calls[-1][1]
 
 
-@in_a_loop
 async def test_a_server_is_started_and_ends_with_its_engine(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -215,7 +198,6 @@ async def test_a_server_is_started_and_ends_with_its_engine(
 
 
 class TestRequests:
-    @in_a_loop
     async def test_tokens_have_the_numbers_of_what_computed_them(self, tmp_path: Path) -> None:
         async with attached(tmp_path) as (engine, fake):
             stream = Stream(engine, asking(count=12, want_kv_snapshots=True, top_logprobs=3))
@@ -228,7 +210,6 @@ class TestRequests:
             assert last.finish == "length"
             assert last.kv_snapshots == ((BASE_SNAPSHOT, 0, len(PROMPT) + 11),)
 
-    @in_a_loop
     async def test_namespaces_share_no_kv_and_one_does(self, tmp_path: Path) -> None:
         async with attached(tmp_path) as (engine, _):
             found = [
@@ -237,7 +218,6 @@ class TestRequests:
             ]
             assert found == [0, len(PROMPT) - 1, 0]
 
-    @in_a_loop
     async def test_a_prompt_is_scored(self, tmp_path: Path) -> None:
         async with attached(tmp_path) as (engine, fake):
             stream = Stream(engine, asking(count=0, prompt_records=4, top_logprobs=2))
@@ -247,7 +227,6 @@ class TestRequests:
             assert [record.logprob for record in prompt] == pytest.approx(expected, abs=1e-9)
             assert [len(record.top_logprobs) for record in prompt] == [2] * 4
 
-    @in_a_loop
     async def test_a_prompt_with_the_last_id_of_the_vocabulary_is_scored(self, tmp_path: Path) -> None:
         async with attached(tmp_path) as (engine, fake):
             prompt = (VOCAB - 1, 5, VOCAB - 1, 0)
@@ -259,7 +238,6 @@ class TestRequests:
             expected = logprobs_of(prompt[:1], [(token, fake.weights) for token in prompt[1:]])
             assert [record.logprob for record in records[1:]] == pytest.approx(expected, abs=1e-9)
 
-    @in_a_loop
     async def test_the_longest_prompt_is_served(self, tmp_path: Path) -> None:
         async with attached(tmp_path) as (engine, _):
             prompt = (7,) * (engine._info().max_model_len - 1)
@@ -269,7 +247,6 @@ class TestRequests:
             longer = GenerateRequest(request_id="m", prompt=(*prompt, 7), sampling=sampling)
             assert "Input length exceeds" in str((await Stream(engine, longer).end()).error)
 
-    @in_a_loop
     async def test_stops_hold_as_asked(self, tmp_path: Path) -> None:
         async with attached(tmp_path) as (engine, _):
             greedy = Stream(engine, asking(count=20, sampling={"temperature": 0.0}))
@@ -284,7 +261,6 @@ class TestRequests:
             assert (await refused.end()).error is not None
             assert str(refused.events[-1].error).startswith("ignore_eos: ")
 
-    @in_a_loop
     async def test_what_filters_leave_is_not_made_up(self, tmp_path: Path) -> None:
         async with attached(tmp_path) as (engine, _):
             stream = Stream(engine, asking(sampling={"top_k": 3}))
@@ -292,7 +268,6 @@ class TestRequests:
             assert all(isnan(token.sampling_logprob or 0) for token in stream.tokens)
 
     @pytest.mark.parametrize("how", ["abort", "end_choice", "leave"])
-    @in_a_loop
     async def test_what_is_given_up_ends_at_the_server(self, tmp_path: Path, how: str) -> None:
         async with attached(tmp_path) as (engine, fake):
             fake.hold_at = 3
@@ -310,14 +285,12 @@ class TestRequests:
             await until(lambda: not fake.running)
             assert name in fake.aborted
 
-    @in_a_loop
     async def test_a_token_that_is_lost_later_ends_its_stream_with_an_error(self, tmp_path: Path) -> None:
         async with attached(tmp_path) as (engine, fake):
             fake.drops_token = 4
             stream = Stream(engine, asking())
             assert "5 tokens were generated, and 4 were sent" in str((await stream.end()).error)
 
-    @in_a_loop
     async def test_a_resumed_stream_continues_behind_its_tokens(self, tmp_path: Path) -> None:
         async with attached(tmp_path) as (engine, fake):
             stream = Stream(engine, asking(count=6, emitted=((5, 6),), kv_age_max=0))
@@ -329,7 +302,6 @@ class TestRequests:
 
 
 class TestSwap:
-    @in_a_loop
     async def test_a_stream_crosses_a_swap_with_right_labels_and_its_kv(self, tmp_path: Path) -> None:
         async with attached(tmp_path) as (engine, fake):
             old = fake.weights
@@ -347,7 +319,6 @@ class TestSwap:
             loads = [given for path, given in fake.calls if path == "/update_weights_from_disk"]
             assert [given["flush_cache"] for given in loads] == [False], "streams keep their KV"
 
-    @in_a_loop
     async def test_kv_of_old_weights_is_found_only_as_far_as_the_policy_lets(self, tmp_path: Path) -> None:
         async with attached(tmp_path) as (engine, _):
             await Stream(engine, asking("a")).end()
@@ -360,7 +331,6 @@ class TestSwap:
             ]
             assert found == [len(PROMPT) - 1] * 2
 
-    @in_a_loop
     async def test_what_waits_when_kv_gets_too_old_is_sent_again(self, tmp_path: Path) -> None:
         async with attached(tmp_path) as (engine, fake):
             fake.hold_at = 0
@@ -374,7 +344,6 @@ class TestSwap:
             made = [(token.token_id, new) for token in stream.tokens]
             assert [t.logprob for t in stream.tokens] == pytest.approx(logprobs_of(PROMPT, made), abs=1e-9)
 
-    @in_a_loop
     async def test_nothing_of_new_weights_is_seen_before_they_passed(self, tmp_path: Path) -> None:
         async with attached(tmp_path) as (engine, fake):
             fake.hold_at = 2
@@ -389,7 +358,6 @@ class TestSwap:
             await stream.end()
             assert [token.snapshot for token in stream.tokens] == [BASE_SNAPSHOT] * 2 + ["step-1"] * 4
 
-    @in_a_loop
     async def test_files_that_do_not_load_leave_the_old_weights(self, tmp_path: Path) -> None:
         async with attached(tmp_path) as (engine, fake):
             old = fake.weights
@@ -400,7 +368,6 @@ class TestSwap:
             assert (fake.weights, fake.version, fake.paused) == (old, "1:base", False)
             assert (await Stream(engine, asking()).end()).finish == "length"
 
-    @in_a_loop
     async def test_a_way_back_that_fails_ends_the_boot(self, tmp_path: Path) -> None:
         async with attached(tmp_path) as (engine, fake):
             fake.refuses_loads = 2
@@ -410,7 +377,6 @@ class TestSwap:
             with pytest.raises(EngineDied):
                 await Stream(engine, asking()).end()
 
-    @in_a_loop
     async def test_files_beside_the_snapshots_are_refused(self, tmp_path: Path) -> None:
         async with attached(tmp_path) as (engine, _):
             directory = write_model(tmp_path / "one", "one")
@@ -418,7 +384,6 @@ class TestSwap:
             with pytest.raises(StagingFailed, match=r"other\.safetensors"):
                 await engine.stage("step-1", directory)
 
-    @in_a_loop
     async def test_a_pause_keeps_requests_and_a_swap_in_it_stays_paused(self, tmp_path: Path) -> None:
         async with attached(tmp_path) as (engine, fake):
             fake.hold_at = 3
@@ -433,7 +398,6 @@ class TestSwap:
             await stream.end()
             assert [t.snapshot for t in stream.tokens] == [BASE_SNAPSHOT] * 3 + ["step-1"] * 6
 
-    @in_a_loop
     async def test_digests_are_those_of_the_weights(self, tmp_path: Path) -> None:
         async with attached(tmp_path) as (engine, _):
             base = await engine.weights_digest()
@@ -444,7 +408,6 @@ class TestSwap:
             assert base.startswith("sglang-0.5.23-float32-")
             assert await engine.weights_digest() == base != other
 
-    @in_a_loop
     async def test_a_server_that_others_gave_weights_ends_the_boot(self, tmp_path: Path) -> None:
         async with attached(tmp_path) as (engine, fake):
             died: asyncio.Future[str] = asyncio.get_running_loop().create_future()

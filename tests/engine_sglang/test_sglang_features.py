@@ -20,7 +20,7 @@ from fake_sglang import (
     next_kv,
     until,
 )
-from test_sglang_engine import PROMPT, Stream, asking, attached, in_a_loop, switched
+from test_sglang_engine import PROMPT, Stream, asking, attached, switched
 
 SHAPING = {"logit_bias", "grammars", "constrained_logprobs"}
 GRAMMAR = "start: (<[40]> | <[41]>) <[50]>"
@@ -48,7 +48,6 @@ def kvs_of(weights: bytes, tokens: tuple[int, ...]) -> list[bytes]:
 
 
 class TestProofs:
-    @in_a_loop
     async def test_a_server_that_passes_has_the_features(self, tmp_path: Path) -> None:
         async with attached(tmp_path) as (engine, _):
             assert has(engine) == SHAPING
@@ -75,7 +74,6 @@ class TestProofs:
             ("forgets_grammars", {"grammars", "constrained_logprobs"}, "does not hold answers to a grammar"),
         ],
     )
-    @in_a_loop
     async def test_a_server_with_a_fault_is_not_asked_for_them(
         self, tmp_path: Path, fault: str, lost: set[str], why: str
     ) -> None:
@@ -93,7 +91,6 @@ class TestProofs:
             ("sends_no_routes", "returned no routes"),
         ],
     )
-    @in_a_loop
     async def test_a_server_with_wrong_routes_is_not_asked_for_them(
         self, tmp_path: Path, fault: str, why: str
     ) -> None:
@@ -114,7 +111,6 @@ class TestRequests:
             {"presence_penalty": 1.5, "frequency_penalty": -0.5, "top_p": 0.9},
         ],
     )
-    @in_a_loop
     async def test_numbers_are_the_raw_models(self, tmp_path: Path, sampling: dict[str, Any]) -> None:
         async with attached(tmp_path) as (engine, fake):
             stream = Stream(engine, asking(count=12, sampling=sampling, top_logprobs=2))
@@ -124,7 +120,6 @@ class TestRequests:
             assert [token.logprob for token in stream.tokens] == pytest.approx(expected, abs=1e-9)
             assert all(isnan(token.sampling_logprob or 0) for token in stream.tokens), "nothing says it"
 
-    @in_a_loop
     async def test_each_greedy_token_is_the_best_under_bias_and_penalties(self, tmp_path: Path) -> None:
         shape: dict[str, Any] = {
             "presence_penalty": 2.0,
@@ -145,7 +140,6 @@ class TestRequests:
             assert len(set(made)) > 3
 
     @pytest.mark.parametrize("stops", [(EOS,), ()])
-    @in_a_loop
     async def test_an_answer_matches_its_grammar_and_has_raw_numbers(
         self, tmp_path: Path, stops: tuple[int, ...]
     ) -> None:
@@ -173,7 +167,6 @@ class TestRequests:
             ({"sampling": {"frequency_penalty": 1.0}, "emitted": ((40,),)}, "it would not count its tokens"),
         ],
     )
-    @in_a_loop
     async def test_what_sglang_would_compute_otherwise_is_refused(
         self, tmp_path: Path, more: dict[str, Any], why: str
     ) -> None:
@@ -181,7 +174,6 @@ class TestRequests:
             assert why in str((await Stream(engine, asking(**more)).end()).error)
             assert fake.calls == []
 
-    @in_a_loop
     async def test_each_token_has_the_route_of_its_pass_over_a_swap(self, tmp_path: Path) -> None:
         async with attached(tmp_path, with_experts, experts=True) as (engine, fake):
             old = fake.weights
@@ -203,7 +195,6 @@ class TestRequests:
             assert {len(token.route or b"") for token in stream.tokens} == {len(SPARSE) * TAKEN}
 
     @pytest.mark.parametrize("fault", ["blanks_routes", "sends_no_routes"])
-    @in_a_loop
     async def test_a_stream_whose_routes_are_lost_ends_with_an_error(
         self, tmp_path: Path, fault: str
     ) -> None:
@@ -213,7 +204,6 @@ class TestRequests:
             assert "routes" in str((await stream.end()).error)
             assert stream.tokens == []
 
-    @in_a_loop
     async def test_a_continued_stream_asks_for_the_routes_behind_its_tokens(self, tmp_path: Path) -> None:
         async with attached(tmp_path, with_experts, experts=True) as (engine, fake):
             stream = Stream(engine, asking(count=5, want_routes=True, emitted=((5, 6),)))

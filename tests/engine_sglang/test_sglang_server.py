@@ -199,17 +199,13 @@ def test_a_body_gives_every_parameter_and_the_salt() -> None:
 @pytest.mark.skipif(
     "MIDSTREAM_SGLANG_URL" not in os.environ, reason="MIDSTREAM_SGLANG_URL names no SGLang server"
 )
-def test_a_real_server_passes_the_proofs(tmp_path: Path) -> None:
+async def test_a_real_server_passes_the_proofs(tmp_path: Path) -> None:
     """MIDSTREAM_SGLANG_MODEL: the directory that it serves. It must have no other requests."""
-    import asyncio
 
     from midstream.engine.sglang.engine import SglangEngine
 
-    async def run() -> None:
-        model, url = Path(os.environ["MIDSTREAM_SGLANG_MODEL"]), os.environ["MIDSTREAM_SGLANG_URL"]
-        engine = SglangEngine(model, SglangSettings(silence_s_max=60.0), tmp_path, url=url)
-        card = (await engine.start()).card
-        await engine.close()
-        assert card.has("full_snapshots")
-
-    asyncio.run(run())
+    model, url = Path(os.environ["MIDSTREAM_SGLANG_MODEL"]), os.environ["MIDSTREAM_SGLANG_URL"]
+    engine = SglangEngine(model, SglangSettings(silence_s_max=60.0), tmp_path, url=url)
+    card = (await engine.start()).card
+    await engine.close()
+    assert card.has("full_snapshots")

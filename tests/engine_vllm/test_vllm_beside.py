@@ -35,226 +35,186 @@ def rpcs(fake: FakeVllm) -> list[str]:
     return [call for call in fake.calls if call == "/collective_rpc"]
 
 
-def test_a_switch_to_staged_weights_loads_nothing_and_labels_every_token(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with proved(tmp_path) as (engine, fake):
-            reading, (request,) = await begun(engine, fake, asking(max_tokens=6))
-            request.step(2)
-            await until(lambda: len(reading.records()) == 2)
-            loads = fake.loads
-            await engine.stage("step-1", write_weights(tmp_path / "step-1", 1))
-            assert (fake.weights, fake.loads, fake.paused) == (0, loads, False)
-            request.step(1)
-            await until(lambda: len(reading.records()) == 3)
-            await engine.commit("step-1")
-            assert (fake.weights, fake.loads, fake.switches) == (1, loads, 1)
-            request.to_the_end()
-            assert (await reading.ended()).labels() == ["base"] * 3 + ["step-1"] * 3
-            assert [weights_of(record) for record in reading.records()] == [0] * 3 + [1] * 3
-            await until(lambda: fake.drops == 1, "what was replaced is freed")
-
-    asyncio.run(main())
+async def test_a_switch_to_staged_weights_loads_nothing_and_labels_every_token(tmp_path: Path) -> None:
+    async with proved(tmp_path) as (engine, fake):
+        reading, (request,) = await begun(engine, fake, asking(max_tokens=6))
+        request.step(2)
+        await until(lambda: len(reading.records()) == 2)
+        loads = fake.loads
+        await engine.stage("step-1", write_weights(tmp_path / "step-1", 1))
+        assert (fake.weights, fake.loads, fake.paused) == (0, loads, False)
+        request.step(1)
+        await until(lambda: len(reading.records()) == 3)
+        await engine.commit("step-1")
+        assert (fake.weights, fake.loads, fake.switches) == (1, loads, 1)
+        request.to_the_end()
+        assert (await reading.ended()).labels() == ["base"] * 3 + ["step-1"] * 3
+        assert [weights_of(record) for record in reading.records()] == [0] * 3 + [1] * 3
+        await until(lambda: fake.drops == 1, "what was replaced is freed")
 
 
-def test_weights_that_vllm_cannot_load_fail_without_a_pause(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with proved(tmp_path) as (engine, fake):
-            with pytest.raises(StagingFailed, match="could not load the snapshot: a tensor is missing"):
-                await engine.stage("bad", write_weights(tmp_path / "bad", -1))
-            await until(lambda: fake.drops == 1, "the memory is given back")
-            assert not [call for call in fake.calls if call.startswith("/pause")]
-            assert fake.weights == 0
-            with pytest.raises(StagingFailed, match="is not staged"):
-                await engine.commit("bad")
-
-    asyncio.run(main())
+async def test_weights_that_vllm_cannot_load_fail_without_a_pause(tmp_path: Path) -> None:
+    async with proved(tmp_path) as (engine, fake):
+        with pytest.raises(StagingFailed, match="could not load the snapshot: a tensor is missing"):
+            await engine.stage("bad", write_weights(tmp_path / "bad", -1))
+        await until(lambda: fake.drops == 1, "the memory is given back")
+        assert not [call for call in fake.calls if call.startswith("/pause")]
+        assert fake.weights == 0
+        with pytest.raises(StagingFailed, match="is not staged"):
+            await engine.commit("bad")
 
 
 @pytest.mark.parametrize("where", ["at once", "in the thread"])
-def test_without_memory_the_files_are_loaded_in_place(tmp_path: Path, where: str) -> None:
-    async def main() -> None:
-        async with proved(tmp_path) as (engine, fake):
-            if where == "at once":
-                fake.no_staging = "it takes 9 MiB of memory, and 1 MiB are free"
-            else:
-                fake.look = ("refused", "it takes 9 MiB of memory, and 1 MiB are free")
-            loads = fake.loads
-            await engine.stage("step-1", write_weights(tmp_path / "step-1", 1))
-            await engine.commit("step-1")
-            assert (fake.weights, fake.loads, fake.switches) == (1, loads + 1, 0)
-            await until(lambda: fake.drops == 1)
-
-    asyncio.run(main())
+async def test_without_memory_the_files_are_loaded_in_place(tmp_path: Path, where: str) -> None:
+    async with proved(tmp_path) as (engine, fake):
+        if where == "at once":
+            fake.no_staging = "it takes 9 MiB of memory, and 1 MiB are free"
+        else:
+            fake.look = ("refused", "it takes 9 MiB of memory, and 1 MiB are free")
+        loads = fake.loads
+        await engine.stage("step-1", write_weights(tmp_path / "step-1", 1))
+        await engine.commit("step-1")
+        assert (fake.weights, fake.loads, fake.switches) == (1, loads + 1, 0)
+        await until(lambda: fake.drops == 1)
 
 
 @pytest.mark.parametrize("how", ["refused", "without workers"])
-def test_files_are_loaded_in_place_when_no_worker_loads_any_more(tmp_path: Path, how: str) -> None:
+async def test_files_are_loaded_in_place_when_no_worker_loads_any_more(tmp_path: Path, how: str) -> None:
     """The end of a load in a worker sets what is one for all threads of vLLM."""
 
-    async def main() -> None:
-        async with proved(tmp_path) as (engine, fake):
-            fake.busy, fake.look = True, ("refused", "it takes longer")
-            workers, directory = engine._stager.workers, write_weights(tmp_path / "step-1", 1)
-            if how == "without workers":
-                engine._stager.workers = None
+    async with proved(tmp_path) as (engine, fake):
+        fake.busy, fake.look = True, ("refused", "it takes longer")
+        workers, directory = engine._stager.workers, write_weights(tmp_path / "step-1", 1)
+        if how == "without workers":
+            engine._stager.workers = None
+            await engine.stage("step-1", directory)
+            engine._stager.workers = workers
+
+        async def swapping() -> None:
+            if how == "refused":
                 await engine.stage("step-1", directory)
-                engine._stager.workers = workers
+            await engine.commit("step-1")
 
-            async def swapping() -> None:
-                if how == "refused":
-                    await engine.stage("step-1", directory)
-                await engine.commit("step-1")
-
-            swap = asyncio.create_task(swapping())
-            asked = asyncio.create_task(fake.asked_busy.wait())
-            await asyncio.wait((swap, asked), return_when=asyncio.FIRST_COMPLETED)
-            assert fake.asked_busy.is_set()
-            assert not [call for call in fake.calls if call.startswith("/pause")]
-            fake.busy = False
-            await swap
-            assert (fake.weights, fake.switches) == (1, 0)
-
-    asyncio.run(main())
+        swap = asyncio.create_task(swapping())
+        asked = asyncio.create_task(fake.asked_busy.wait())
+        await asyncio.wait((swap, asked), return_when=asyncio.FIRST_COMPLETED)
+        assert fake.asked_busy.is_set()
+        assert not [call for call in fake.calls if call.startswith("/pause")]
+        fake.busy = False
+        await swap
+        assert (fake.weights, fake.switches) == (1, 0)
 
 
-def test_workers_that_load_for_too_long_fail_the_snapshot_alone(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with proved(tmp_path) as (engine, fake):
-            engine._stager.workers = WorkerWeights(engine._control, 0.2)
-            fake.busy, fake.look = True, ("staging", "")
-            with pytest.raises(StagingFailed, match=r"vllm\.load_s_max"):
-                await engine.stage("step-1", write_weights(tmp_path / "step-1", 1))
-            assert (fake.weights, fake.paused) == (0, False)
-
-    asyncio.run(main())
+async def test_workers_that_load_for_too_long_fail_the_snapshot_alone(tmp_path: Path) -> None:
+    async with proved(tmp_path) as (engine, fake):
+        engine._stager.workers = WorkerWeights(engine._control, 0.2)
+        fake.busy, fake.look = True, ("staging", "")
+        with pytest.raises(StagingFailed, match=r"vllm\.load_s_max"):
+            await engine.stage("step-1", write_weights(tmp_path / "step-1", 1))
+        assert (fake.weights, fake.paused) == (0, False)
 
 
-def test_workers_of_several_engines_stage_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_workers_of_several_engines_stage_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def proved_before(*_: object) -> None:
         """It may reload. The fake server does that in a pause alone, and scores nothing there."""
 
     monkeypatch.setattr(server_proofs, "prove_reload", proved_before)
 
-    async def main() -> None:
-        async with attached(tmp_path) as (engine, fake):
-            # As of a server that midstream started.
-            engine._attached, engine._server.extension, engine._server.data_parallel = False, WORKER, True
-            assert "--data-parallel-size" in await engine._prove_loads()
-            assert engine._stager.workers is None
-            assert fake.beside is None
-            engine._attached = True
-
-    asyncio.run(main())
+    async with attached(tmp_path) as (engine, fake):
+        # As of a server that midstream started.
+        engine._attached, engine._server.extension, engine._server.data_parallel = False, WORKER, True
+        assert "--data-parallel-size" in await engine._prove_loads()
+        assert engine._stager.workers is None
+        assert fake.beside is None
+        engine._attached = True
 
 
-def test_a_call_that_fails_leaves_the_load_in_place(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with proved(tmp_path) as (engine, fake):
-            fake.fault("/collective_rpc", "refuse")
-            await engine.stage("step-1", write_weights(tmp_path / "step-1", 1))
+async def test_a_call_that_fails_leaves_the_load_in_place(tmp_path: Path) -> None:
+    async with proved(tmp_path) as (engine, fake):
+        fake.fault("/collective_rpc", "refuse")
+        await engine.stage("step-1", write_weights(tmp_path / "step-1", 1))
+        await engine.commit("step-1")
+        assert (fake.weights, fake.switches) == (1, 0)
+
+
+async def test_a_newer_snapshot_takes_the_place_of_one_that_is_staged(tmp_path: Path) -> None:
+    async with proved(tmp_path) as (engine, fake):
+        fake.look = ("staging", "")
+        first = asyncio.create_task(
+            engine.stage("step-1", write_weights(tmp_path / "step-1", 1)), name="first"
+        )
+        await until(lambda: fake.beside is not None and len(rpcs(fake)) > 1)
+        first.cancel()
+        await asyncio.wait((first,))
+        fake.look = ("staged", "")
+        await engine.stage("step-2", write_weights(tmp_path / "step-2", 2))
+        # What gives the first one back may come late, and is not for the second one.
+        await until(lambda: not engine._boot._tasks or fake.drops == 1)
+        assert fake.beside is not None
+        assert fake.beside[1] == 2
+        await engine.commit("step-2")
+        assert (fake.weights, fake.version) == (2, "1:step-2")
+
+
+async def test_a_snapshot_that_is_given_up_gives_its_memory_back(tmp_path: Path) -> None:
+    async with proved(tmp_path) as (engine, fake):
+        await engine.stage("step-1", write_weights(tmp_path / "step-1", 1))
+        engine.drop_staged()
+        await until(lambda: fake.drops == 1)
+        assert fake.beside is None
+        with pytest.raises(StagingFailed, match="is not staged"):
             await engine.commit("step-1")
-            assert (fake.weights, fake.switches) == (1, 0)
-
-    asyncio.run(main())
 
 
-def test_a_newer_snapshot_takes_the_place_of_one_that_is_staged(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with proved(tmp_path) as (engine, fake):
-            fake.look = ("staging", "")
-            first = asyncio.create_task(
-                engine.stage("step-1", write_weights(tmp_path / "step-1", 1)), name="first"
-            )
-            await until(lambda: fake.beside is not None and len(rpcs(fake)) > 1)
-            first.cancel()
-            await asyncio.wait((first,))
-            fake.look = ("staged", "")
-            await engine.stage("step-2", write_weights(tmp_path / "step-2", 2))
-            # What gives the first one back may come late, and is not for the second one.
-            await until(lambda: not engine._boot._tasks or fake.drops == 1)
-            assert fake.beside is not None
-            assert fake.beside[1] == 2
-            await engine.commit("step-2")
-            assert (fake.weights, fake.version) == (2, "1:step-2")
-
-    asyncio.run(main())
-
-
-def test_a_snapshot_that_is_given_up_gives_its_memory_back(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with proved(tmp_path) as (engine, fake):
-            await engine.stage("step-1", write_weights(tmp_path / "step-1", 1))
-            engine.drop_staged()
-            await until(lambda: fake.drops == 1)
-            assert fake.beside is None
-            with pytest.raises(StagingFailed, match="is not staged"):
-                await engine.commit("step-1")
-
-    asyncio.run(main())
-
-
-def test_a_switch_that_fails_halfway_is_followed_by_the_old_files(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with proved(tmp_path) as (engine, fake):
-            await engine.stage("step-1", write_weights(tmp_path / "step-1", 1))
-            fake.torn_switch = True
-            with pytest.raises(StagingFailed, match="half of the switch"):
-                await engine.commit("step-1")
-            assert (fake.weights, fake.version, fake.paused) == (0, "0:base", False)
-
-    asyncio.run(main())
-
-
-def test_weights_of_a_server_that_has_gone_are_loaded_from_their_files(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with proved(tmp_path) as (engine, fake):
-            await engine.stage("step-1", write_weights(tmp_path / "step-1", 1))
-            # As a restart between staging and commit does.
-            engine._stager.workers = WorkerWeights(engine._control, 20.0)
+async def test_a_switch_that_fails_halfway_is_followed_by_the_old_files(tmp_path: Path) -> None:
+    async with proved(tmp_path) as (engine, fake):
+        await engine.stage("step-1", write_weights(tmp_path / "step-1", 1))
+        fake.torn_switch = True
+        with pytest.raises(StagingFailed, match="half of the switch"):
             await engine.commit("step-1")
-            assert (fake.weights, fake.switches) == (1, 0)
-
-    asyncio.run(main())
+        assert (fake.weights, fake.version, fake.paused) == (0, "0:base", False)
 
 
-def test_files_beside_a_snapshot_are_refused_before_the_workers_read_any(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with proved(tmp_path) as (engine, fake):
-            directory = write_weights(tmp_path / "step-1", 1)
-            (directory / "stray.safetensors").write_bytes(b"")
-            with pytest.raises(StagingFailed, match=r"stray\.safetensors"):
-                await engine.stage("step-1", directory)
-            assert rpcs(fake) == []
-
-    asyncio.run(main())
+async def test_weights_of_a_server_that_has_gone_are_loaded_from_their_files(tmp_path: Path) -> None:
+    async with proved(tmp_path) as (engine, fake):
+        await engine.stage("step-1", write_weights(tmp_path / "step-1", 1))
+        # As a restart between staging and commit does.
+        engine._stager.workers = WorkerWeights(engine._control, 20.0)
+        await engine.commit("step-1")
+        assert (fake.weights, fake.switches) == (1, 0)
 
 
-def test_staged_weights_are_not_copied_to_memory_as_files(
+async def test_files_beside_a_snapshot_are_refused_before_the_workers_read_any(tmp_path: Path) -> None:
+    async with proved(tmp_path) as (engine, fake):
+        directory = write_weights(tmp_path / "step-1", 1)
+        (directory / "stray.safetensors").write_bytes(b"")
+        with pytest.raises(StagingFailed, match=r"stray\.safetensors"):
+            await engine.stage("step-1", directory)
+        assert rpcs(fake) == []
+
+
+async def test_staged_weights_are_not_copied_to_memory_as_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def main() -> None:
-        async with proved(tmp_path) as (engine, _):
-            copied: list[Path] = []
+    async with proved(tmp_path) as (engine, _):
+        copied: list[Path] = []
 
-            async def put(self: Staging, directory: Path) -> Path:
-                copied.append(directory)
-                return directory
+        async def put(self: Staging, directory: Path) -> Path:
+            copied.append(directory)
+            return directory
 
-            monkeypatch.setattr(Staging, "put", put)
-            await engine.stage("step-1", write_weights(tmp_path / "step-1", 1))
-            assert copied == []
-
-    asyncio.run(main())
+        monkeypatch.setattr(Staging, "put", put)
+        await engine.stage("step-1", write_weights(tmp_path / "step-1", 1))
+        assert copied == []
 
 
-def test_an_attached_server_says_why_its_swaps_are_long(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with attached(tmp_path) as (engine, _):
-            card = engine._info().card
-            assert not card.has("short_swap")
-            assert "midstream starts itself" in card.why["short_swap"]
-
-    asyncio.run(main())
+async def test_an_attached_server_says_why_its_swaps_are_long(tmp_path: Path) -> None:
+    async with attached(tmp_path) as (engine, _):
+        card = engine._info().card
+        assert not card.has("short_swap")
+        assert "midstream starts itself" in card.why["short_swap"]
 
 
 class Workers:

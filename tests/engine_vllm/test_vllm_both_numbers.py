@@ -20,7 +20,7 @@ from fake_vllm import FakeVllm, logprob_at, sampling_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from vllm_helpers import asking as asking_of
-from vllm_helpers import attached, begun, in_a_loop
+from vllm_helpers import attached, begun
 
 from midstream.core.types import NEAR_TIES, GenerateRequest, SamplingParams
 from midstream.engine.base import EngineDied
@@ -423,7 +423,6 @@ def both(fake: FakeVllm) -> None:
     fake.both = True
 
 
-@in_a_loop
 async def test_a_server_that_passed_the_proof_gives_both_numbers_and_the_others_say_why_not(
     tmp_path: Path,
 ) -> None:
@@ -441,25 +440,24 @@ async def test_a_server_that_passed_the_proof_gives_both_numbers_and_the_others_
 
 
 @pytest.mark.parametrize("why", ["", "it decodes speculatively"])
-def test_a_server_without_the_proof_gives_one_number_and_its_card_says_why(tmp_path: Path, why: str) -> None:
-    async def main() -> None:
-        def set_up(fake: FakeVllm) -> None:
-            # With the extension, or without any.
-            fake.both, fake.one_number = bool(why), why
+async def test_a_server_without_the_proof_gives_one_number_and_its_card_says_why(
+    tmp_path: Path, why: str
+) -> None:
+    def set_up(fake: FakeVllm) -> None:
+        # With the extension, or without any.
+        fake.both, fake.one_number = bool(why), why
 
-        async with attached(tmp_path, set_up=set_up) as (engine, fake):
-            card = (await engine.start()).card
-            for feature in ("sampling_logprobs", "constrained_logprobs"):
-                assert not card.has(feature)
-                assert (why or "--worker-extension-cls midstream_vllm_worker.Worker") in card.why[feature]
-            reading, (request,) = await begun(engine, fake, asking_of("r", temperature=0.7))
-            assert "extra_args" not in request.sampling
-            request.to_the_end()
-            (record, *_) = (await reading.ended()).records()
-            assert record.sampling_logprob is not None
-            assert math.isnan(record.sampling_logprob)
-
-    asyncio.run(main())
+    async with attached(tmp_path, set_up=set_up) as (engine, fake):
+        card = (await engine.start()).card
+        for feature in ("sampling_logprobs", "constrained_logprobs"):
+            assert not card.has(feature)
+            assert (why or "--worker-extension-cls midstream_vllm_worker.Worker") in card.why[feature]
+        reading, (request,) = await begun(engine, fake, asking_of("r", temperature=0.7))
+        assert "extra_args" not in request.sampling
+        request.to_the_end()
+        (record, *_) = (await reading.ended()).records()
+        assert record.sampling_logprob is not None
+        assert math.isnan(record.sampling_logprob)
 
 
 def test_a_server_whose_ranks_draw_unlike_tokens_is_not_used(tmp_path: Path) -> None:
@@ -477,7 +475,6 @@ def test_a_server_whose_ranks_draw_unlike_tokens_is_not_used(tmp_path: Path) -> 
         asyncio.run(main())
 
 
-@in_a_loop
 async def test_an_answer_that_lacks_the_second_number_ends_its_request_alone(tmp_path: Path) -> None:
     async with attached(tmp_path, set_up=both) as (engine, fake):
         reading, (request,) = await begun(engine, fake, asking_of("r", temperature=0.7))
@@ -489,7 +486,6 @@ async def test_an_answer_that_lacks_the_second_number_ends_its_request_alone(tmp
         assert (await other.ended()).finishes == {0: "length"}
 
 
-@in_a_loop
 async def test_a_grammar_that_the_extension_serves_has_the_raw_numbers(tmp_path: Path) -> None:
     async with attached(tmp_path, set_up=both) as (engine, fake):
         reading, (request,) = await begun(engine, fake, asking_of("r", grammar="start: /a/"))
@@ -499,7 +495,6 @@ async def test_a_grammar_that_the_extension_serves_has_the_raw_numbers(tmp_path:
         assert [r.sampling_logprob for r in records] == pytest.approx([sampling_of(1.0)] * 4, abs=1e-6)
 
 
-@in_a_loop
 async def test_numbers_under_a_grammar_that_were_not_proved_raw_are_not_given_as_raw(tmp_path: Path) -> None:
     async with attached(tmp_path, set_up=both) as (engine, fake):
         engine._numbers = Proved({"constrained_logprobs": "they are of what it allows"}, engine._numbers.tie)

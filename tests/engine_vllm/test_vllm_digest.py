@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from fake_vllm import FakeVllm
-from vllm_helpers import asking, attached, begun, in_a_loop, swap
+from vllm_helpers import asking, attached, begun, swap
 
 from midstream.engine.base import StagingFailed
 from midstream.engine.servers.control import ServerRefused
@@ -146,7 +146,6 @@ def gives_digests(fake: FakeVllm) -> None:
     fake.both = True
 
 
-@in_a_loop
 async def test_equal_weights_have_equal_digests_and_no_others_have(tmp_path: Path) -> None:
     async with attached(tmp_path, set_up=gives_digests) as (engine, fake):
         assert engine._info().card.has("weights_digest")
@@ -161,7 +160,6 @@ async def test_equal_weights_have_equal_digests_and_no_others_have(tmp_path: Pat
         assert await engine.weights_digest() != base
 
 
-@in_a_loop
 async def test_weights_that_are_replaced_while_they_are_read_have_none(tmp_path: Path) -> None:
     async with attached(tmp_path, set_up=gives_digests) as (engine, fake):
         fake.digest_pieces = 10**9
@@ -172,7 +170,6 @@ async def test_weights_that_are_replaced_while_they_are_read_have_none(tmp_path:
             await reading
 
 
-@in_a_loop
 async def test_a_server_whose_own_weights_reload_to_another_digest_is_used_without(tmp_path: Path) -> None:
     def set_up(fake: FakeVllm) -> None:
         fake.both = fake.digests_loads = True
@@ -182,7 +179,6 @@ async def test_a_server_whose_own_weights_reload_to_another_digest_is_used_witho
         assert await engine.weights_digest() is None
 
 
-@in_a_loop
 async def test_a_server_without_the_extension_says_how_to_get_a_digest(tmp_path: Path) -> None:
     async with attached(tmp_path) as (engine, _):
         why = engine._info().card.why["weights_digest"]
@@ -190,7 +186,6 @@ async def test_a_server_without_the_extension_says_how_to_get_a_digest(tmp_path:
         assert await engine.weights_digest() is None
 
 
-@in_a_loop
 async def test_one_engine_of_several_does_not_say_what_all_hold(tmp_path: Path) -> None:
     def set_up(fake: FakeVllm) -> None:
         fake.both, fake.engines = True, 2
@@ -255,7 +250,6 @@ def test_a_switch_lets_go_of_the_weights_that_were_read(extension: Any) -> None:
     assert worker.midstream_digest(begin=False, seconds=1e9) is None
 
 
-@in_a_loop
 async def test_the_weights_under_adapters_have_a_digest(tmp_path: Path) -> None:
     async with attached(tmp_path, places=2, set_up=gives_digests) as (engine, _):
         card = engine._info().card
@@ -264,7 +258,6 @@ async def test_the_weights_under_adapters_have_a_digest(tmp_path: Path) -> None:
         assert await engine.weights_digest() == "kind:0"
 
 
-@in_a_loop
 async def test_steps_go_between_the_pieces_where_there_are_any(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

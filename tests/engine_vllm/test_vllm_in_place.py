@@ -14,7 +14,7 @@ import pytest
 from fake_vllm import LOAD, FakeVllm, until, weights_of, write_adapter, write_weights
 from test_vllm_adapters import both_of, ours, publish
 from test_vllm_swap import labelled_right, wire_order
-from vllm_helpers import Reading, asking, attached, begun, in_a_loop
+from vllm_helpers import Reading, asking, attached, begun
 
 from midstream.core.errors import ConfigError
 from midstream.core.server_settings import VllmSettings
@@ -81,7 +81,6 @@ async def bed(folder: Path, *, checks_in_pause: bool = False) -> AsyncIterator[B
         yield Bed(engine, fake, folder)
 
 
-@in_a_loop
 async def test_what_was_written_is_switched_to_without_a_load(tmp_path: Path) -> None:
     async with bed(tmp_path) as here:
         reading, _ = await here.streaming()
@@ -104,7 +103,6 @@ async def test_what_was_written_is_switched_to_without_a_load(tmp_path: Path) ->
         await here.at("uncertain")
 
 
-@in_a_loop
 async def test_workers_stage_nothing_while_a_trainer_writes(tmp_path: Path) -> None:
     async with bed(tmp_path) as here:
         here.engine._stager.workers = WorkerWeights(here.engine._control, SOON_S)
@@ -116,7 +114,6 @@ async def test_workers_stage_nothing_while_a_trainer_writes(tmp_path: Path) -> N
         assert (here.fake.weights, here.fake.switches) == (2, 0)
 
 
-@in_a_loop
 async def test_what_was_staged_before_a_trainer_wrote_is_loaded_from_its_files(tmp_path: Path) -> None:
     async with bed(tmp_path) as here:
         here.engine._stager.workers = WorkerWeights(here.engine._control, SOON_S)
@@ -129,7 +126,6 @@ async def test_what_was_staged_before_a_trainer_wrote_is_loaded_from_its_files(t
         assert not here.fake.paused
 
 
-@in_a_loop
 async def test_a_trainer_writes_when_no_worker_loads_any_more(tmp_path: Path) -> None:
     async with bed(tmp_path) as here:
         here.engine._stager.workers = WorkerWeights(here.engine._control, SOON_S)
@@ -144,7 +140,6 @@ async def test_a_trainer_writes_when_no_worker_loads_any_more(tmp_path: Path) ->
         here.fence.give_up("dropped")
 
 
-@in_a_loop
 @pytest.mark.parametrize("refused", [False, True])
 async def test_a_policys_swap_beside_what_was_written_has_nothing_computed(
     tmp_path: Path, refused: bool
@@ -181,7 +176,6 @@ async def test_a_policys_swap_beside_what_was_written_has_nothing_computed(
         assert [weights_of(record) for record in red.records()] == [both_of(name) for name in red.labels()]
 
 
-@in_a_loop
 async def test_no_adapter_is_loaded_while_tensors_come(tmp_path: Path) -> None:
     async with attached(tmp_path, places=3, weight_transfer="gloo") as (engine, fake):
         here = Bed(engine, fake, tmp_path)
@@ -200,7 +194,6 @@ async def test_no_adapter_is_loaded_while_tensors_come(tmp_path: Path) -> None:
         assert (await red.ended()).labels() == ["red-1@step-1"] * 4
 
 
-@in_a_loop
 async def test_an_update_without_tensors_that_ends_lets_the_old_weights_go_on(tmp_path: Path) -> None:
     async with bed(tmp_path) as here:
         reading, _ = await here.streaming()
@@ -216,7 +209,6 @@ async def test_an_update_without_tensors_that_ends_lets_the_old_weights_go_on(tm
         await here.fence.hold(SOON_S)
 
 
-@in_a_loop
 async def test_an_update_that_ends_while_the_server_is_paused_resumes_it_afterwards(tmp_path: Path) -> None:
     async with bed(tmp_path) as here:
         gate = here.fake.gates["/pause"] = asyncio.Event()
@@ -232,7 +224,6 @@ async def test_an_update_that_ends_while_the_server_is_paused_resumes_it_afterwa
 
 
 @pytest.mark.parametrize("phase", ["uncertain", "written"])
-@in_a_loop
 async def test_uncertain_weights_that_are_given_up_end_the_boot_and_give_no_token(
     tmp_path: Path, phase: str
 ) -> None:
@@ -252,7 +243,6 @@ async def test_uncertain_weights_that_are_given_up_end_the_boot_and_give_no_toke
 
 @pytest.mark.parametrize("kind", ["refuse", "close", "done-close"])
 @pytest.mark.parametrize("call", ["/pause", START, UPDATE, FINISH, "/collective_rpc"])
-@in_a_loop
 async def test_a_call_that_fails_gives_no_token_of_uncertain_weights(
     tmp_path: Path, call: str, kind: str
 ) -> None:
@@ -270,7 +260,6 @@ async def test_a_call_that_fails_gives_no_token_of_uncertain_weights(
         assert here.fake.weights == 0
 
 
-@in_a_loop
 async def test_tensors_that_pass_unseen_are_not_taken(tmp_path: Path) -> None:
     async with bed(tmp_path) as here:
         here.fake.unseen = ["a"]
@@ -278,7 +267,6 @@ async def test_tensors_that_pass_unseen_are_not_taken(tmp_path: Path) -> None:
             await here.at("uncertain")
 
 
-@in_a_loop
 async def test_bytes_that_differ_between_the_ranks_of_a_server_are_not_taken(tmp_path: Path) -> None:
     async with bed(tmp_path) as here:
         here.fake.ranks, here.fake.torn = 4, 2
@@ -287,7 +275,6 @@ async def test_bytes_that_differ_between_the_ranks_of_a_server_are_not_taken(tmp
         assert here.fence.phase is HoldPhase.UNCERTAIN, "its weights are given up with the update"
 
 
-@in_a_loop
 async def test_a_join_that_vllm_refuses_is_the_trainers_and_changes_nothing(tmp_path: Path) -> None:
     async with bed(tmp_path) as here:
         do, here.fake._do = here.fake._do, lambda *_: (422, {"error": {"message": "no such field"}})  # type: ignore[method-assign]
@@ -301,7 +288,6 @@ async def test_a_join_that_vllm_refuses_is_the_trainers_and_changes_nothing(tmp_
 
 
 @pytest.mark.parametrize(("fault", "within_s"), [("refuse", SOON_S), ("hang", 0.05)])
-@in_a_loop
 async def test_a_join_that_fails_or_hangs_ends_the_boot_as_other_ranks_may_wait(
     tmp_path: Path, fault: str, within_s: float
 ) -> None:
@@ -315,7 +301,6 @@ async def test_a_join_that_fails_or_hangs_ends_the_boot_as_other_ranks_may_wait(
         assert reading.died is not None
 
 
-@in_a_loop
 async def test_a_join_amid_the_switch_to_what_was_written_fails_and_leaves_it(tmp_path: Path) -> None:
     """Simulated trainers that pushed again before all replicas served were answered 500."""
     async with bed(tmp_path) as here:
@@ -325,7 +310,6 @@ async def test_a_join_amid_the_switch_to_what_was_written_fails_and_leaves_it(tm
         assert here.fence.phase is HoldPhase.WRITTEN
 
 
-@in_a_loop
 async def test_a_switch_and_a_pause_wait_while_ranks_join(tmp_path: Path) -> None:
     async with bed(tmp_path) as here:
         gate = here.fake.gates[INIT] = asyncio.Event()
@@ -342,7 +326,6 @@ async def test_a_switch_and_a_pause_wait_while_ranks_join(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("call", ["join", "hold"])
-@in_a_loop
 async def test_a_call_of_a_group_that_is_over_by_the_time_the_server_is_free_does_nothing(
     tmp_path: Path, call: str
 ) -> None:
@@ -364,7 +347,6 @@ async def test_a_call_of_a_group_that_is_over_by_the_time_the_server_is_free_doe
         await here.at("held")
 
 
-@in_a_loop
 async def test_a_pause_does_not_wait_for_a_trainer_and_outlives_its_update(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -388,7 +370,6 @@ async def test_a_pause_does_not_wait_for_a_trainer_and_outlives_its_update(
         assert not here.fake.paused
 
 
-@in_a_loop
 async def test_a_server_that_is_restarted_ends_the_part_of_its_ranks_and_no_old_timer_ends_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -418,7 +399,6 @@ async def test_a_server_that_is_restarted_ends_the_part_of_its_ranks_and_no_old_
         assert timer.cancelled()
 
 
-@in_a_loop
 async def test_another_switch_waits_until_no_tensor_may_come(tmp_path: Path) -> None:
     async with bed(tmp_path) as here:
         await here.at("uncertain")
@@ -433,7 +413,6 @@ async def test_another_switch_waits_until_no_tensor_may_come(tmp_path: Path) -> 
         assert here.fence.phase is HoldPhase.FREE
 
 
-@in_a_loop
 async def test_a_switch_that_waits_ends_with_the_server(tmp_path: Path) -> None:
     async with bed(tmp_path) as here:
         await here.at("uncertain")
@@ -445,7 +424,6 @@ async def test_a_switch_that_waits_ends_with_the_server(tmp_path: Path) -> None:
             await switching
 
 
-@in_a_loop
 async def test_written_weights_do_not_wait_for_a_switch_for_ever(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -455,7 +433,6 @@ async def test_written_weights_do_not_wait_for_a_switch_for_ever(
         await until(lambda: here.fence.phase is HoldPhase.LOST)
 
 
-@in_a_loop
 async def test_written_weights_that_cannot_be_switched_to_are_given_up(tmp_path: Path) -> None:
     async with bed(tmp_path) as here:
         await here.at("held")
@@ -468,7 +445,6 @@ async def test_written_weights_that_cannot_be_switched_to_are_given_up(tmp_path:
         assert here.fence.phase is HoldPhase.LOST
 
 
-@in_a_loop
 async def test_a_pause_of_the_trainer_outlives_the_switch(tmp_path: Path) -> None:
     async with bed(tmp_path) as here:
         await here.engine.pause()
@@ -484,7 +460,6 @@ async def test_a_pause_of_the_trainer_outlives_the_switch(tmp_path: Path) -> Non
         assert not here.fake.paused
 
 
-@in_a_loop
 async def test_the_card_says_the_backend_and_the_ranks(tmp_path: Path) -> None:
     def eight(fake: FakeVllm) -> None:
         fake.ranks = 8
@@ -496,7 +471,6 @@ async def test_the_card_says_the_backend_and_the_ranks(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("checks_in_pause", [True, False])
 @pytest.mark.parametrize("paused", [True, False])
-@in_a_loop
 async def test_no_check_is_computed_with_weights_that_a_trainer_has_hold_of(
     tmp_path: Path, paused: bool, checks_in_pause: bool
 ) -> None:
@@ -530,7 +504,6 @@ async def test_no_check_is_computed_with_weights_that_a_trainer_has_hold_of(
         await late.stop()
 
 
-@in_a_loop
 async def test_a_server_without_weight_transfer_takes_none(tmp_path: Path) -> None:
     async with attached(tmp_path) as (engine, _):
         assert engine.in_place is None
@@ -655,7 +628,6 @@ DEEDS: dict[str, Callable[[Bare], Coroutine[Any, Any, None] | None]] = {
 
 
 @pytest.mark.parametrize("phase", list(HoldPhase))
-@in_a_loop
 async def test_whatever_happens_in_any_phase_is_a_move_or_a_failure_of_the_call(phase: HoldPhase) -> None:
     for first, second in itertools.product(DEEDS, repeat=2):
         here = Bare()

@@ -73,24 +73,21 @@ def test_every_label_is_of_the_weights_that_sampled_the_token(
 
 @pytest.mark.parametrize("path", ["/pause", "/is_paused"])
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_tokens_that_come_late_are_of_the_old_weights(tmp_path: Path, path: str, when: str) -> None:
+async def test_tokens_that_come_late_are_of_the_old_weights(tmp_path: Path, path: str, when: str) -> None:
     """They were sampled before the pause, and written only while it is asked for, or asked about."""
 
-    async def main() -> None:
-        async with attached(tmp_path) as (engine, fake):
-            readings, late = [], []
-            for i in range(8):
-                reading, (request,) = await begun(engine, fake, asking(f"r{i}", max_tokens=6, n=1))
-                readings.append(reading)
-                late.append((request, request.sample(3)))
-            getattr(fake, when)[path] = lambda: [request.write(new) for request, new in late]
-            fake.after["/resume"] = lambda: [request.step() for request, _ in late]
-            await swap(engine, tmp_path, 1)
-            for (request, _), reading in zip(late, readings, strict=True):
-                request.to_the_end()
-                assert (await reading.ended()).labels() == ["base"] * 3 + ["step-1"] * 3
-
-    asyncio.run(main())
+    async with attached(tmp_path) as (engine, fake):
+        readings, late = [], []
+        for i in range(8):
+            reading, (request,) = await begun(engine, fake, asking(f"r{i}", max_tokens=6, n=1))
+            readings.append(reading)
+            late.append((request, request.sample(3)))
+        getattr(fake, when)[path] = lambda: [request.write(new) for request, new in late]
+        fake.after["/resume"] = lambda: [request.step() for request, _ in late]
+        await swap(engine, tmp_path, 1)
+        for (request, _), reading in zip(late, readings, strict=True):
+            request.to_the_end()
+            assert (await reading.ended()).labels() == ["base"] * 3 + ["step-1"] * 3
 
 
 Spans = list[dict[str, Any]]
@@ -109,122 +106,106 @@ LIES: dict[str, Callable[[Spans], Spans | None]] = {
 
 @pytest.mark.parametrize("lie", LIES)
 @pytest.mark.parametrize("routes", [False, True])
-def test_labels_that_vllm_does_not_confirm_are_an_error(tmp_path: Path, lie: str, routes: bool) -> None:
-    async def main() -> None:
-        async with attached(tmp_path) as (engine, fake):
-            reading, (request,) = await begun(engine, fake, asking(want_routes=routes))
-            other, (kept,) = await begun(engine, fake, asking("other"))
+async def test_labels_that_vllm_does_not_confirm_are_an_error(tmp_path: Path, lie: str, routes: bool) -> None:
+    async with attached(tmp_path) as (engine, fake):
+        reading, (request,) = await begun(engine, fake, asking(want_routes=routes))
+        other, (kept,) = await begun(engine, fake, asking("other"))
+        request.lie = LIES[lie]
+        request.step(2)
+        await until(lambda: routes or len(reading.records()) == 2)
+        await swap(engine, tmp_path, 1)
+        request.to_the_end()
+        await reading.ended()
+        assert reading.finishes == {}
+        assert len(reading.errors) == 1
+        assert reading.died is None
+        kept.to_the_end()
+        assert (await other.ended()).labels() == ["step-1"] * 4
+
+
+async def test_without_a_switch_no_word_is_no_doubt_and_a_wrong_one_is(tmp_path: Path) -> None:
+    async with attached(tmp_path) as (engine, fake):
+        for name, lie, fine in (("silent", "none", True), ("wrong", "unnamed", False)):
+            reading, (request,) = await begun(engine, fake, asking(name))
             request.lie = LIES[lie]
-            request.step(2)
-            await until(lambda: routes or len(reading.records()) == 2)
-            await swap(engine, tmp_path, 1)
             request.to_the_end()
-            await reading.ended()
-            assert reading.finishes == {}
-            assert len(reading.errors) == 1
-            assert reading.died is None
-            kept.to_the_end()
-            assert (await other.ended()).labels() == ["step-1"] * 4
-
-    asyncio.run(main())
+            assert ((await reading.ended()).errors == []) == fine
 
 
-def test_without_a_switch_no_word_is_no_doubt_and_a_wrong_one_is(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with attached(tmp_path) as (engine, fake):
-            for name, lie, fine in (("silent", "none", True), ("wrong", "unnamed", False)):
-                reading, (request,) = await begun(engine, fake, asking(name))
-                request.lie = LIES[lie]
-                request.to_the_end()
-                assert ((await reading.ended()).errors == []) == fine
-
-    asyncio.run(main())
-
-
-def test_a_version_that_never_says_which_weights_sampled_gives_labels_by_arrival(tmp_path: Path) -> None:
+async def test_a_version_that_never_says_which_weights_sampled_gives_labels_by_arrival(
+    tmp_path: Path,
+) -> None:
     def silent(fake: FakeVllm) -> None:
         fake.confirms = False
 
-    async def main() -> None:
-        async with attached(tmp_path, set_up=silent) as (engine, fake):
-            reading, (request,) = await begun(engine, fake, asking())
-            request.step(2)
-            await until(lambda: len(reading.records()) == 2)
-            await swap(engine, tmp_path, 1)
-            request.to_the_end()
-            await reading.ended()
-            assert reading.errors == []
-            assert [weights_of(record) for record in reading.records()] == [0, 0, 1, 1]
-            assert reading.labels() == ["base", "base", "step-1", "step-1"]
-
-    asyncio.run(main())
+    async with attached(tmp_path, set_up=silent) as (engine, fake):
+        reading, (request,) = await begun(engine, fake, asking())
+        request.step(2)
+        await until(lambda: len(reading.records()) == 2)
+        await swap(engine, tmp_path, 1)
+        request.to_the_end()
+        await reading.ended()
+        assert reading.errors == []
+        assert [weights_of(record) for record in reading.records()] == [0, 0, 1, 1]
+        assert reading.labels() == ["base", "base", "step-1", "step-1"]
 
 
-def test_equal_names_loaded_twice_are_two_loads(tmp_path: Path) -> None:
+async def test_equal_names_loaded_twice_are_two_loads(tmp_path: Path) -> None:
     """vLLM's spans tell them apart, whatever the snapshots are called."""
 
-    async def main() -> None:
-        async with attached(tmp_path) as (engine, fake):
-            reading, (request,) = await begun(engine, fake, asking(max_tokens=6))
-            for _ in range(2):
-                request.step(2)
-                await until(lambda: len(reading.records()) == len(request.tokens))
-                await swap(engine, tmp_path, 1, "same")
+    async with attached(tmp_path) as (engine, fake):
+        reading, (request,) = await begun(engine, fake, asking(max_tokens=6))
+        for _ in range(2):
             request.step(2)
-            assert (await reading.ended()).labels() == ["base"] * 2 + ["same"] * 4
-            assert reading.errors == []
-            assert request.versions == ["0:base"] * 2 + ["1:same"] * 2 + ["2:same"] * 2
-
-    asyncio.run(main())
-
-
-def test_provenance_of_kv(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with attached(tmp_path) as (engine, fake):
-
-            async def ask(name: str, salt: bytes = b"", count: int = 1) -> tuple[Reading, list[FakeRequest]]:
-                asked = asking(name, range(10), max_tokens=6, want_kv_snapshots=True, salt=salt, n=count)
-                return await begun(engine, fake, asked)
-
-            clean, (one,) = await ask("clean")
-            crossing, (two,) = await ask("crossing")
-            queued, (three,) = await ask("queued")
-            one.to_the_end()
-            assert kv(await clean.ended()) == [(("base", 0, 10),), (("base", 0, 15),)]
-            two.step(3)
-            await until(lambda: len(crossing.records()) == 3)
-            await swap(engine, tmp_path, 1)
-            two.to_the_end()
-            # Behind a switch vLLM may preempt it and compute any of its KV again, or find it where others left theirs.
-            unknown = [((UNKNOWN, 0, 13),), ((UNKNOWN, 0, 15),)]
-            assert kv(await crossing.ended()) == [(("base", 0, 12),), *unknown]
-            # Its prompt may have been computed before, or in part.
-            three.to_the_end()
-            assert kv(await queued.ended())[-1] == ((UNKNOWN, 0, 15),)
-            # Finds what others left under this salt.
-            after, (four,) = await ask("after")
-            four.to_the_end()
-            assert {span[0][0] for span in kv(await after.ended())} == {UNKNOWN}
-            assert four.reused != []
-            fresh, (five,) = await ask("fresh", b"another")
-            five.to_the_end()
-            assert kv(await fresh.ended())[-1] == (("step-1", 0, 15),)
-            assert five.reused == []
-
-    asyncio.run(main())
+            await until(lambda: len(reading.records()) == len(request.tokens))
+            await swap(engine, tmp_path, 1, "same")
+        request.step(2)
+        assert (await reading.ended()).labels() == ["base"] * 2 + ["same"] * 4
+        assert reading.errors == []
+        assert request.versions == ["0:base"] * 2 + ["1:same"] * 2 + ["2:same"] * 2
 
 
-def test_nobody_is_told_of_kv_who_did_not_ask(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with attached(tmp_path) as (engine, fake):
-            reading, (request,) = await begun(engine, fake, asking())
-            request.step(2)
-            await until(lambda: reading.records())
-            await swap(engine, tmp_path, 1)
-            request.to_the_end()
-            assert kv(await reading.ended()) == []
+async def test_provenance_of_kv(tmp_path: Path) -> None:
+    async with attached(tmp_path) as (engine, fake):
 
-    asyncio.run(main())
+        async def ask(name: str, salt: bytes = b"", count: int = 1) -> tuple[Reading, list[FakeRequest]]:
+            asked = asking(name, range(10), max_tokens=6, want_kv_snapshots=True, salt=salt, n=count)
+            return await begun(engine, fake, asked)
+
+        clean, (one,) = await ask("clean")
+        crossing, (two,) = await ask("crossing")
+        queued, (three,) = await ask("queued")
+        one.to_the_end()
+        assert kv(await clean.ended()) == [(("base", 0, 10),), (("base", 0, 15),)]
+        two.step(3)
+        await until(lambda: len(crossing.records()) == 3)
+        await swap(engine, tmp_path, 1)
+        two.to_the_end()
+        # Behind a switch vLLM may preempt it and compute any of its KV again, or find it where others left theirs.
+        unknown = [((UNKNOWN, 0, 13),), ((UNKNOWN, 0, 15),)]
+        assert kv(await crossing.ended()) == [(("base", 0, 12),), *unknown]
+        # Its prompt may have been computed before, or in part.
+        three.to_the_end()
+        assert kv(await queued.ended())[-1] == ((UNKNOWN, 0, 15),)
+        # Finds what others left under this salt.
+        after, (four,) = await ask("after")
+        four.to_the_end()
+        assert {span[0][0] for span in kv(await after.ended())} == {UNKNOWN}
+        assert four.reused != []
+        fresh, (five,) = await ask("fresh", b"another")
+        five.to_the_end()
+        assert kv(await fresh.ended())[-1] == (("step-1", 0, 15),)
+        assert five.reused == []
+
+
+async def test_nobody_is_told_of_kv_who_did_not_ask(tmp_path: Path) -> None:
+    async with attached(tmp_path) as (engine, fake):
+        reading, (request,) = await begun(engine, fake, asking())
+        request.step(2)
+        await until(lambda: reading.records())
+        await swap(engine, tmp_path, 1)
+        request.to_the_end()
+        assert kv(await reading.ended()) == []
 
 
 @given(st.lists(st.integers(0, 3), max_size=8), st.integers(1, 9), st.booleans())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import importlib
 import json
 import sys
@@ -22,7 +21,7 @@ from msgspec.structs import replace
 from test_vllm_both_numbers import VOCAB, extension, samplers
 from test_vllm_kv_history import World
 from test_vllm_kv_history import module as history
-from vllm_helpers import asking, attached, begun, in_a_loop
+from vllm_helpers import asking, attached, begun
 
 from midstream.core.masks import ALONE, EVERY, kept_ids
 from midstream.core.types import GenerateRequest, TopLogprob
@@ -191,7 +190,6 @@ def masked(name: str, **fields: Any) -> GenerateRequest:
     return replace(asking(name, **fields), want_masks=True)
 
 
-@in_a_loop
 async def test_a_server_that_passed_the_proof_gives_each_token_its_mask(tmp_path: Path) -> None:
     async with attached(tmp_path, set_up=with_scheduler) as (engine, fake):
         assert engine._numbers.features >= {"sampling_masks"}
@@ -212,7 +210,6 @@ async def test_a_server_that_passed_the_proof_gives_each_token_its_mask(tmp_path
         assert all(len(ids) == 1 for ids in kept[2])
 
 
-@in_a_loop
 async def test_a_token_whose_mask_does_not_come_ends_its_request_alone(tmp_path: Path) -> None:
     async with attached(tmp_path, set_up=with_scheduler) as (engine, fake):
         reading, (request,) = await begun(engine, fake, masked("r", top_p=0.9))
@@ -228,16 +225,15 @@ async def test_a_token_whose_mask_does_not_come_ends_its_request_alone(tmp_path:
         ("no_masks", "0 sampling masks of "),
     ],
 )
-def test_a_server_that_fails_the_proof_says_why_on_its_card(tmp_path: Path, lacks: str, why: str) -> None:
-    async def main() -> None:
-        def set_up(fake: FakeVllm) -> None:
-            with_scheduler(fake)
-            setattr(fake, lacks, not getattr(fake, lacks))
+async def test_a_server_that_fails_the_proof_says_why_on_its_card(
+    tmp_path: Path, lacks: str, why: str
+) -> None:
+    def set_up(fake: FakeVllm) -> None:
+        with_scheduler(fake)
+        setattr(fake, lacks, not getattr(fake, lacks))
 
-        async with attached(tmp_path, set_up=set_up) as (engine, _):
-            card = (await engine.start()).card
-            assert card.has("sampling_logprobs")
-            assert not card.has("sampling_masks")
-            assert why in card.why["sampling_masks"]
-
-    asyncio.run(main())
+    async with attached(tmp_path, set_up=set_up) as (engine, _):
+        card = (await engine.start()).card
+        assert card.has("sampling_logprobs")
+        assert not card.has("sampling_masks")
+        assert why in card.why["sampling_masks"]

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from test_vllm_adapters import both_of, ours, publish
 from test_vllm_provenance import behind_tokens, reported, scheduling, wanting
 from tiers import examples
-from vllm_helpers import Reading, attached, begun, in_a_loop, swap
+from vllm_helpers import Reading, attached, begun, swap
 
 from midstream.engine.vllm.arguments import UNTOLD
 from midstream.engine.vllm.engine import VllmEngine
@@ -75,7 +75,6 @@ def hasty(fake: FakeVllm) -> None:
         (hasty, "of the base, whose weights are the same"),
     ],
 )
-@in_a_loop
 async def test_a_server_that_confuses_policies_is_used_without_it(
     tmp_path: Path, fault: Callable[[FakeVllm], None], why: str
 ) -> None:
@@ -87,7 +86,6 @@ async def test_a_server_that_confuses_policies_is_used_without_it(
         assert why in card.why["kv_provenance"]
 
 
-@in_a_loop
 async def test_each_stream_is_told_of_the_switches_of_its_own_weights(tmp_path: Path) -> None:
     async with telling(tmp_path) as (engine, fake):
         proved(engine, fake)

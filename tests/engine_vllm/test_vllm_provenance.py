@@ -13,7 +13,7 @@ from fake_vllm import BLOCK, FakeRequest, FakeVllm, until
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tiers import examples
-from vllm_helpers import Reading, asking, attached, begun, in_a_loop, swap
+from vllm_helpers import Reading, asking, attached, begun, swap
 
 from midstream.core.types import GenerateRequest, GenerationEvent
 from midstream.engine.servers.chunks import InvalidAnswer
@@ -67,16 +67,13 @@ def behind_tokens(events: list[GenerationEvent], prompt: int) -> list[list[str]]
     return found
 
 
-def test_a_server_that_says_it_has_the_feature(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with telling(tmp_path) as (engine, fake):
-            card = engine._info().card
-            assert card.has("kv_provenance")
-            assert "kv_provenance" not in card.why
-            # That of the proof.
-            assert fake.version == engine._epochs.serving_version == "1:base"
-
-    asyncio.run(main())
+async def test_a_server_that_says_it_has_the_feature(tmp_path: Path) -> None:
+    async with telling(tmp_path) as (engine, fake):
+        card = engine._info().card
+        assert card.has("kv_provenance")
+        assert "kv_provenance" not in card.why
+        # That of the proof.
+        assert fake.version == engine._epochs.serving_version == "1:base"
 
 
 def silent(fake: FakeVllm) -> None:
@@ -102,68 +99,59 @@ def standing(fake: FakeVllm) -> None:
         (standing, "no stream ran for long enough"),
     ],
 )
-def test_a_server_that_fails_the_proof_is_used_without_it(
+async def test_a_server_that_fails_the_proof_is_used_without_it(
     tmp_path: Path, fault: Callable[[FakeVllm], None], why: str
 ) -> None:
-    async def main() -> None:
-        async with telling(tmp_path, fault) as (engine, fake):
-            card = engine._info().card
-            assert not card.has("kv_provenance")
-            assert card.why["kv_provenance"].startswith(UNTOLD)
-            assert why.replace("\\", "") in card.why["kv_provenance"]
-            assert fake.version == engine._epochs.serving_version
-            # As before: known until a switch.
-            reading, (request,) = await begun(engine, fake, wanting())
-            assert "midstream_kv" not in request.sampling.get("extra_args", {})
-            request.step(2)
-            await until(lambda: len(reading.records()) == 2)
-            await swap(engine, tmp_path, 1)
-            request.to_the_end()
-            await reading.ended()
-            assert [spans[0][0] for spans in reported(reading)] == ["base", UNKNOWN, UNKNOWN]
-
-    asyncio.run(main())
+    async with telling(tmp_path, fault) as (engine, fake):
+        card = engine._info().card
+        assert not card.has("kv_provenance")
+        assert card.why["kv_provenance"].startswith(UNTOLD)
+        assert why.replace("\\", "") in card.why["kv_provenance"]
+        assert fake.version == engine._epochs.serving_version
+        # As before: known until a switch.
+        reading, (request,) = await begun(engine, fake, wanting())
+        assert "midstream_kv" not in request.sampling.get("extra_args", {})
+        request.step(2)
+        await until(lambda: len(reading.records()) == 2)
+        await swap(engine, tmp_path, 1)
+        request.to_the_end()
+        await reading.ended()
+        assert [spans[0][0] for spans in reported(reading)] == ["base", UNKNOWN, UNKNOWN]
 
 
-def test_another_scheduler_is_not_asked(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with attached(tmp_path) as (engine, fake):
-            assert engine._info().card.why["kv_provenance"] == UNTOLD
-            assert fake.requests == []
-
-    asyncio.run(main())
+async def test_another_scheduler_is_not_asked(tmp_path: Path) -> None:
+    async with attached(tmp_path) as (engine, fake):
+        assert engine._info().card.why["kv_provenance"] == UNTOLD
+        assert fake.requests == []
 
 
-def test_streams_cached_prompts_and_preemptions_are_told_position_by_position(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with telling(tmp_path) as (engine, fake):
-            crossing, (one,) = await begun(engine, fake, wanting("crossing"))
-            queued, (two,) = await begun(engine, fake, wanting("queued", range(20, 30)))
-            one.step(3)
-            await until(lambda: len(crossing.records()) == 3)
-            await swap(engine, tmp_path, 1)
-            one.step()
-            one.preempt()
-            one.to_the_end()
-            await crossing.ended()
-            mixed = (("base", 0, 12), ("step-1", 12, 13))
-            assert reported(crossing) == [
-                (("base", 0, 12),),
-                mixed,
-                (("step-1", 0, 14),),
-                (("step-1", 0, 15),),
-            ]
-            two.to_the_end()
-            assert reported(await queued.ended())[-1] == (("step-1", 0, 15),)
-            # Two blocks of the first stream's beginning are cached.
-            after, (three,) = await begun(engine, fake, wanting("after"))
-            three.to_the_end()
-            cached = 2 * BLOCK
-            spans = (("base", 0, cached), ("step-1", cached, 10))
-            assert reported(await after.ended())[0] == spans
-            assert three.salt == one.salt
-
-    asyncio.run(main())
+async def test_streams_cached_prompts_and_preemptions_are_told_position_by_position(tmp_path: Path) -> None:
+    async with telling(tmp_path) as (engine, fake):
+        crossing, (one,) = await begun(engine, fake, wanting("crossing"))
+        queued, (two,) = await begun(engine, fake, wanting("queued", range(20, 30)))
+        one.step(3)
+        await until(lambda: len(crossing.records()) == 3)
+        await swap(engine, tmp_path, 1)
+        one.step()
+        one.preempt()
+        one.to_the_end()
+        await crossing.ended()
+        mixed = (("base", 0, 12), ("step-1", 12, 13))
+        assert reported(crossing) == [
+            (("base", 0, 12),),
+            mixed,
+            (("step-1", 0, 14),),
+            (("step-1", 0, 15),),
+        ]
+        two.to_the_end()
+        assert reported(await queued.ended())[-1] == (("step-1", 0, 15),)
+        # Two blocks of the first stream's beginning are cached.
+        after, (three,) = await begun(engine, fake, wanting("after"))
+        three.to_the_end()
+        cached = 2 * BLOCK
+        spans = (("base", 0, cached), ("step-1", cached, 10))
+        assert reported(await after.ended())[0] == spans
+        assert three.salt == one.salt
 
 
 OPS = st.lists(
@@ -245,7 +233,6 @@ def test_no_token_gets_the_kv_of_another(
     ],
     ids=str,
 )
-@in_a_loop
 async def test_what_cannot_be_is_an_error(numbers: list[int], tmp_path: Path) -> None:
     async with telling(tmp_path) as (engine, fake):
         reading, (request,) = await begun(engine, fake, wanting())
@@ -260,7 +247,6 @@ async def test_what_cannot_be_is_an_error(numbers: list[int], tmp_path: Path) ->
         assert (await other.ended()).errors == []
 
 
-@in_a_loop
 async def test_where_nothing_is_said_nothing_is_known(tmp_path: Path) -> None:
     async with telling(tmp_path) as (engine, fake):
         reading, (request,) = await begun(engine, fake, wanting(max_tokens=9))
@@ -279,7 +265,6 @@ async def test_where_nothing_is_said_nothing_is_known(tmp_path: Path) -> None:
         assert reported(reading)[:3] == [*known, later]
 
 
-@in_a_loop
 async def test_a_name_that_has_other_weights_now_stands_for_these_alone(tmp_path: Path) -> None:
     async with telling(tmp_path) as (engine, fake):
         await swap(engine, tmp_path, 1, "same")
@@ -297,7 +282,6 @@ async def test_a_name_that_has_other_weights_now_stands_for_these_alone(tmp_path
         assert one.versions[-1] == "3:same"
 
 
-@in_a_loop
 async def test_cached_kv_may_be_as_old_as_its_request_says_and_no_older(tmp_path: Path) -> None:
     async with telling(tmp_path) as (engine, fake):
 
@@ -325,7 +309,6 @@ async def test_cached_kv_may_be_as_old_as_its_request_says_and_no_older(tmp_path
         assert other.salt != old.salt
 
 
-@in_a_loop
 async def test_a_request_that_waits_over_a_switch_is_not_sent_again(tmp_path: Path) -> None:
     """vLLM looks how old its cached KV is when it computes it."""
     async with telling(tmp_path) as (engine, fake):
@@ -339,7 +322,6 @@ async def test_a_request_that_waits_over_a_switch_is_not_sent_again(tmp_path: Pa
         assert reported(await waiting.ended())[0] == (("step-1", 0, 10),)
 
 
-@in_a_loop
 async def test_nobody_is_told_who_did_not_ask(tmp_path: Path) -> None:
     async with telling(tmp_path) as (engine, fake):
         reading, (request,) = await begun(engine, fake, asking(kv_age_max=3))

@@ -100,76 +100,69 @@ def test_no_request_finds_kv_that_is_older_than_it_takes(tmp_path: Path, ops: li
     asyncio.run(main())
 
 
-def test_a_request_that_waits_across_a_switch_begins_anew_if_its_cache_is_too_old(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with attached(tmp_path) as (engine, fake):
-            prompt = range(20)
-            filling, (filler,) = await begun(engine, fake, asking("filling", prompt, max_tokens=1))
-            filler.to_the_end()
-            await filling.ended()
-            asked = asking("r", prompt, n=2, kv_age_max=0, want_kv_snapshots=True)
-            reading, requests = await begun(engine, fake, asked)
-            begun_one, (running,) = await begun(engine, fake, asking("running", prompt, kv_age_max=0))
-            running.step()
-            await until(lambda: begun_one.records())
-            await swap(engine, tmp_path, 1)
-            await until(lambda: len(fake.requests) == 6, "both choices are sent again, and only they")
-            assert all(request.gone for request in requests)
-            fake.requests[4].place()
-            assert fake.requests[4].reused == []
-            for request in (running, *fake.requests[4:]):
-                request.to_the_end()
-            await reading.ended()
-            assert reading.labels(0) == reading.labels(1) == ["step-1"] * 4
-            assert next(e.kv_snapshots for e in reading.events if e.finish) == (("step-1", 0, 23),)
-            assert (await begun_one.ended()).labels() == ["base"] + ["step-1"] * 3
-            assert engine.stats().running == engine.stats().waiting == 0
-
-    asyncio.run(main())
-
-
-def test_a_choice_that_is_to_begin_anew_may_be_ended_or_left(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with attached(tmp_path) as (engine, fake):
-            ended, _ = await begun(engine, fake, asking("ended", kv_age_max=0))
-            left, _ = await begun(engine, fake, asking("left", kv_age_max=0))
-
-            def now() -> None:
-                engine.end_choice("ended", 0)
-                left.task.cancel()
-
-            fake.before["/resume"] = now
-            await swap(engine, tmp_path, 1)
-            assert (await ended.ended()).events == []
-            await asyncio.wait((left.task,))
-            other, (request,) = await begun(engine, fake, asking("other"))
+async def test_a_request_that_waits_across_a_switch_begins_anew_if_its_cache_is_too_old(
+    tmp_path: Path,
+) -> None:
+    async with attached(tmp_path) as (engine, fake):
+        prompt = range(20)
+        filling, (filler,) = await begun(engine, fake, asking("filling", prompt, max_tokens=1))
+        filler.to_the_end()
+        await filling.ended()
+        asked = asking("r", prompt, n=2, kv_age_max=0, want_kv_snapshots=True)
+        reading, requests = await begun(engine, fake, asked)
+        begun_one, (running,) = await begun(engine, fake, asking("running", prompt, kv_age_max=0))
+        running.step()
+        await until(lambda: begun_one.records())
+        await swap(engine, tmp_path, 1)
+        await until(lambda: len(fake.requests) == 6, "both choices are sent again, and only they")
+        assert all(request.gone for request in requests)
+        fake.requests[4].place()
+        assert fake.requests[4].reused == []
+        for request in (running, *fake.requests[4:]):
             request.to_the_end()
-            await other.ended()
-            await until(lambda: all(r.gone for r in fake.requests if not r.over), "nothing is left running")
+        await reading.ended()
+        assert reading.labels(0) == reading.labels(1) == ["step-1"] * 4
+        assert next(e.kv_snapshots for e in reading.events if e.finish) == (("step-1", 0, 23),)
+        assert (await begun_one.ended()).labels() == ["base"] + ["step-1"] * 3
+        assert engine.stats().running == engine.stats().waiting == 0
 
-    asyncio.run(main())
+
+async def test_a_choice_that_is_to_begin_anew_may_be_ended_or_left(tmp_path: Path) -> None:
+    async with attached(tmp_path) as (engine, fake):
+        ended, _ = await begun(engine, fake, asking("ended", kv_age_max=0))
+        left, _ = await begun(engine, fake, asking("left", kv_age_max=0))
+
+        def now() -> None:
+            engine.end_choice("ended", 0)
+            left.task.cancel()
+
+        fake.before["/resume"] = now
+        await swap(engine, tmp_path, 1)
+        assert (await ended.ended()).events == []
+        await asyncio.wait((left.task,))
+        other, (request,) = await begun(engine, fake, asking("other"))
+        request.to_the_end()
+        await other.ended()
+        await until(lambda: all(r.gone for r in fake.requests if not r.over), "nothing is left running")
 
 
-def test_a_run_tells_events_in_order_and_nothing_after_its_end() -> None:
-    async def main() -> None:
-        run = ServerRequest(asking(n=3), WEIGHTS)
-        ends = [GenerationEvent(index=i, finish="stop") for i in range(3)]
-        for event in (ends[0], ends[0], ends[1]):
-            run.put(event)
-        assert [await run.next(), await run.next()] == [ends[0], ends[1]]
-        waiting = asyncio.ensure_future(run.next())
-        await asyncio.sleep(0)
-        run.put(ends[2])
-        assert await waiting == ends[2]
-        assert await run.next() is None
-        failing = ServerRequest(asking(n=2), WEIGHTS)
-        failing.put(GenerationEvent(index=1, error="broken"))
-        failing.put(ends[0])
-        assert [(await failing.next()).error, await failing.next()] == ["broken", None]  # type: ignore[union-attr]
-        ending = ServerRequest(asking(), WEIGHTS)
-        waiting = asyncio.ensure_future(ending.next())
-        await asyncio.sleep(0)
-        ending.end_choice(0)
-        assert await waiting is None
-
-    asyncio.run(main())
+async def test_a_run_tells_events_in_order_and_nothing_after_its_end() -> None:
+    run = ServerRequest(asking(n=3), WEIGHTS)
+    ends = [GenerationEvent(index=i, finish="stop") for i in range(3)]
+    for event in (ends[0], ends[0], ends[1]):
+        run.put(event)
+    assert [await run.next(), await run.next()] == [ends[0], ends[1]]
+    waiting = asyncio.ensure_future(run.next())
+    await asyncio.sleep(0)
+    run.put(ends[2])
+    assert await waiting == ends[2]
+    assert await run.next() is None
+    failing = ServerRequest(asking(n=2), WEIGHTS)
+    failing.put(GenerationEvent(index=1, error="broken"))
+    failing.put(ends[0])
+    assert [(await failing.next()).error, await failing.next()] == ["broken", None]  # type: ignore[union-attr]
+    ending = ServerRequest(asking(), WEIGHTS)
+    waiting = asyncio.ensure_future(ending.next())
+    await asyncio.sleep(0)
+    ending.end_choice(0)
+    assert await waiting is None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,91 +27,78 @@ def holding(fake: FakeVllm) -> None:
     fake.holds = {}
 
 
-def test_a_server_says_what_it_holds_while_requests_run_and_between_turns(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with attached(tmp_path, set_up=holding) as (engine, fake):
-            card = engine._info().card
-            assert card.has("session_kv")
-            assert "session_kv" not in card.why
-            # What the proof had is over.
-            assert fake.holds == {}
-            assert engine.stats().kv == KvStats(block_tokens=BLOCK, total=200)
-            asked = asking("r", range(10), session="\0s", returns_s=2.0, kept_s=9.0)
-            reading, (request,) = await begun(engine, fake, asked)
-            assert request.sampling["extra_args"][SESSION] == ["\0s", 2.0, 9.0]
-            request.step(2)
-            await until(lambda: engine.stats().kv.used == 3)
-            request.to_the_end()
-            await reading.ended()
-            # 13 positions.
-            await until(lambda: engine.stats().kv.held == 3)
-            assert engine.stats().kv.used == 0
-            fake.ended.clear()
-            engine.end_session("\0s")
-            await until(lambda: engine.stats().kv.held == 0)
-            assert fake.ended == ["\0s"]
-            # A request without one says nothing of it.
-            _, (request,) = await begun(engine, fake, asking("q"))
-            assert SESSION not in request.sampling.get("extra_args", {})
-
-    asyncio.run(main())
+async def test_a_server_says_what_it_holds_while_requests_run_and_between_turns(tmp_path: Path) -> None:
+    async with attached(tmp_path, set_up=holding) as (engine, fake):
+        card = engine._info().card
+        assert card.has("session_kv")
+        assert "session_kv" not in card.why
+        # What the proof had is over.
+        assert fake.holds == {}
+        assert engine.stats().kv == KvStats(block_tokens=BLOCK, total=200)
+        asked = asking("r", range(10), session="\0s", returns_s=2.0, kept_s=9.0)
+        reading, (request,) = await begun(engine, fake, asked)
+        assert request.sampling["extra_args"][SESSION] == ["\0s", 2.0, 9.0]
+        request.step(2)
+        await until(lambda: engine.stats().kv.used == 3)
+        request.to_the_end()
+        await reading.ended()
+        # 13 positions.
+        await until(lambda: engine.stats().kv.held == 3)
+        assert engine.stats().kv.used == 0
+        fake.ended.clear()
+        engine.end_session("\0s")
+        await until(lambda: engine.stats().kv.held == 0)
+        assert fake.ended == ["\0s"]
+        # A request without one says nothing of it.
+        _, (request,) = await begun(engine, fake, asking("q"))
+        assert SESSION not in request.sampling.get("extra_args", {})
 
 
-def test_a_server_is_not_asked_while_nothing_moves(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with attached(tmp_path, set_up=holding) as (engine, fake):
-            looks: list[list[str]] = []
-            look = fake._look
-            fake._look = lambda ended: (looks.append(ended), look(ended))[1]  # type: ignore[method-assign, func-returns-value]
-            engine.end_session("a")
-            engine.end_session("b")
-            await until(lambda: looks)
-            # Other calls that are answered meanwhile leave it at that.
-            for _ in range(20):
-                await engine._control.reach_workers(5.0)
-            assert looks == [["a", "b"]]
-
-    asyncio.run(main())
+async def test_a_server_is_not_asked_while_nothing_moves(tmp_path: Path) -> None:
+    async with attached(tmp_path, set_up=holding) as (engine, fake):
+        looks: list[list[str]] = []
+        look = fake._look
+        fake._look = lambda ended: (looks.append(ended), look(ended))[1]  # type: ignore[method-assign, func-returns-value]
+        engine.end_session("a")
+        engine.end_session("b")
+        await until(lambda: looks)
+        # Other calls that are answered meanwhile leave it at that.
+        for _ in range(20):
+            await engine._control.reach_workers(5.0)
+        assert looks == [["a", "b"]]
 
 
-def test_a_server_is_asked_at_most_once_in_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def main() -> None:
-        async with attached(tmp_path, set_up=holding) as (engine, fake):
-            monkeypatch.setattr(session_kv, "LOOK_S", 3600.0)
-            fake.ended.clear()
-            engine.end_session("a")
-            for _ in range(20):
-                await engine._control.reach_workers(5.0)
-            assert fake.ended == []
+async def test_a_server_is_asked_at_most_once_in_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with attached(tmp_path, set_up=holding) as (engine, fake):
+        monkeypatch.setattr(session_kv, "LOOK_S", 3600.0)
+        fake.ended.clear()
+        engine.end_session("a")
+        for _ in range(20):
+            await engine._control.reach_workers(5.0)
+        assert fake.ended == []
 
-    asyncio.run(main())
 
-
-def test_what_a_server_says_is_believed_and_not_computed(tmp_path: Path) -> None:
+async def test_what_a_server_says_is_believed_and_not_computed(tmp_path: Path) -> None:
     """Others may run requests on it, and its blocks may be shared."""
 
-    async def main() -> None:
-        async with attached(tmp_path, set_up=saying(used=7, loose=5)) as (engine, _):
-            kv = engine.stats().kv
-            assert (kv.used, kv.held, kv.loose, kv.free) == (7, 0, 5, 188)
-
-    asyncio.run(main())
+    async with attached(tmp_path, set_up=saying(used=7, loose=5)) as (engine, _):
+        kv = engine.stats().kv
+        assert (kv.used, kv.held, kv.loose, kv.free) == (7, 0, 5, 188)
 
 
-def test_sessions_that_are_over_are_told_again_where_a_call_fails(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with attached(tmp_path, set_up=holding) as (engine, fake):
-            fake.ended.clear()
-            fake.fault("/collective_rpc", "refuse", "close", "odd")
-            engine.end_session("a")
-            await until(lambda: len(fake.calls) >= 2)
-            engine.end_session("b")
-            await until(lambda: fake.ended[-1:] == ["b"])
-            # The third call was done, and its answer was none.
-            assert [*dict.fromkeys(fake.ended)] == ["a", "b"]
-            assert engine.stats().kv == KvStats(block_tokens=BLOCK, total=200)
-
-    asyncio.run(main())
+async def test_sessions_that_are_over_are_told_again_where_a_call_fails(tmp_path: Path) -> None:
+    async with attached(tmp_path, set_up=holding) as (engine, fake):
+        fake.ended.clear()
+        fake.fault("/collective_rpc", "refuse", "close", "odd")
+        engine.end_session("a")
+        await until(lambda: len(fake.calls) >= 2)
+        engine.end_session("b")
+        await until(lambda: fake.ended[-1:] == ["b"])
+        # The third call was done, and its answer was none.
+        assert [*dict.fromkeys(fake.ended)] == ["a", "b"]
+        assert engine.stats().kv == KvStats(block_tokens=BLOCK, total=200)
 
 
 def saying(**said: Any) -> Callable[[FakeVllm], None]:
@@ -179,34 +165,28 @@ def growing(fake: FakeVllm) -> None:
         (deaf, "it holds what a session had that is over"),
     ],
 )
-def test_a_server_that_fails_the_proof_is_used_without_it(
+async def test_a_server_that_fails_the_proof_is_used_without_it(
     tmp_path: Path, fault: Callable[[FakeVllm], None], why: str
 ) -> None:
-    async def main() -> None:
-        async with attached(tmp_path, set_up=fault) as (engine, fake):
-            card = engine._info().card
-            assert not card.has("session_kv")
-            assert card.why["session_kv"].startswith(f"{UNHELD}: ")
-            assert why in card.why["session_kv"]
-            # As before: its capacity is known if its metrics say so, and here they do not.
-            assert engine.stats().kv == KvStats()
-            fake.ended.clear()
-            engine.end_session("s")
-            asked = asking("r", range(10), session="s", kept_s=9.0)
-            reading, (request,) = await begun(engine, fake, asked)
-            assert SESSION not in request.sampling.get("extra_args", {})
-            request.to_the_end()
-            await reading.ended()
-            assert fake.ended == engine._kv._ended == []
-
-    asyncio.run(main())
+    async with attached(tmp_path, set_up=fault) as (engine, fake):
+        card = engine._info().card
+        assert not card.has("session_kv")
+        assert card.why["session_kv"].startswith(f"{UNHELD}: ")
+        assert why in card.why["session_kv"]
+        # As before: its capacity is known if its metrics say so, and here they do not.
+        assert engine.stats().kv == KvStats()
+        fake.ended.clear()
+        engine.end_session("s")
+        asked = asking("r", range(10), session="s", kept_s=9.0)
+        reading, (request,) = await begun(engine, fake, asked)
+        assert SESSION not in request.sampling.get("extra_args", {})
+        request.to_the_end()
+        await reading.ended()
+        assert fake.ended == engine._kv._ended == []
 
 
-def test_a_server_without_midstreams_scheduler_is_not_asked(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with attached(tmp_path) as (engine, _):
-            assert engine._info().card.why["session_kv"] == UNHELD
-            engine.end_session("s")
-            assert engine.stats().kv == KvStats()
-
-    asyncio.run(main())
+async def test_a_server_without_midstreams_scheduler_is_not_asked(tmp_path: Path) -> None:
+    async with attached(tmp_path) as (engine, _):
+        assert engine._info().card.why["session_kv"] == UNHELD
+        engine.end_session("s")
+        assert engine.stats().kv == KvStats()

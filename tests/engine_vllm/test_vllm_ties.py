@@ -14,7 +14,7 @@ from fake_vllm import GAP, FakeVllm
 from resampling import is_firm, left_by
 from test_vllm_both_numbers import MARKED, VOCAB, read, samplers
 from test_vllm_both_numbers import extension as extension
-from vllm_helpers import asking, attached, begun, in_a_loop
+from vllm_helpers import asking, attached, begun
 
 from midstream.core.types import NEAR_GREEDY, NEAR_MIN_P, NEAR_TOP_K, NEAR_TOP_P, SamplingParams
 from midstream.engine.embedded.sampler import sample
@@ -147,7 +147,6 @@ def both(fake: FakeVllm) -> None:
     fake.both = True
 
 
-@in_a_loop
 async def test_records_have_the_marks_of_a_server_that_passed_the_proof(tmp_path: Path) -> None:
     async with attached(tmp_path, set_up=both) as (engine, fake):
         card = engine._info().card
@@ -163,7 +162,6 @@ async def test_records_have_the_marks_of_a_server_that_passed_the_proof(tmp_path
             assert "extra_args" not in plain.sampling
 
 
-@in_a_loop
 async def test_a_server_whose_marks_are_wrong_is_used_without_them(tmp_path: Path) -> None:
     def set_up(fake: FakeVllm) -> None:
         fake.both = fake.no_ties = True

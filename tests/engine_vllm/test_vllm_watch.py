@@ -125,64 +125,60 @@ def asked_often(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("busy", ["idle", "decoding", "waiting", "scoring"])
 @pytest.mark.usefixtures("asked_often")
-def test_a_hung_engine_ends_the_boot_and_every_request(tmp_path: Path, busy: str) -> None:
-    async def main() -> None:
-        async with attached(tmp_path, silence_s_max=1.5) as (engine, fake):
-            reasons: list[str] = []
+async def test_a_hung_engine_ends_the_boot_and_every_request(tmp_path: Path, busy: str) -> None:
+    async with attached(tmp_path, silence_s_max=1.5) as (engine, fake):
+        reasons: list[str] = []
 
-            async def died(reason: str) -> None:
-                reasons.append(reason)
+        async def died(reason: str) -> None:
+            reasons.append(reason)
 
-            engine.on_death(died)
-            fake.hold_scores = True
-            reading = None
-            if busy == "scoring":
-                reading = Reading(engine, asking(prompt_records=3))
-                await until(lambda: fake.scores)
-            elif busy != "idle":
-                reading, (request,) = await begun(engine, fake, asking(max_tokens=9))
-                if busy == "decoding":
-                    request.step(2)
-                    await until(lambda: len(reading.records()) == 2)
-            hung(fake)
-            await until(lambda: engine.silent_s() > 0.5, "its silence is told")
-            await until(lambda: reasons, "its end is told")
-            assert "silent for" in reasons[0]
-            assert "vllm.silence_s_max" in reasons[0]
-            if reading is not None:
-                assert (await reading.ended()).died is not None
-                assert reading.finishes == {}
-            with pytest.raises(EngineDied):
-                await anext(engine.generate(asking("late")))
-            assert engine.silent_s() == 0
-            fake.hung = fake.hold_scores = False
-            await engine.start()
-            again, (request,) = await begun(engine, fake, asking("again"))
-            request.to_the_end()
-            assert len((await again.ended()).records()) == 4
-
-    asyncio.run(main())
+        engine.on_death(died)
+        fake.hold_scores = True
+        reading = None
+        if busy == "scoring":
+            reading = Reading(engine, asking(prompt_records=3))
+            await until(lambda: fake.scores)
+        elif busy != "idle":
+            reading, (request,) = await begun(engine, fake, asking(max_tokens=9))
+            if busy == "decoding":
+                request.step(2)
+                await until(lambda: len(reading.records()) == 2)
+        hung(fake)
+        await until(lambda: engine.silent_s() > 0.5, "its silence is told")
+        await until(lambda: reasons, "its end is told")
+        assert "silent for" in reasons[0]
+        assert "vllm.silence_s_max" in reasons[0]
+        if reading is not None:
+            assert (await reading.ended()).died is not None
+            assert reading.finishes == {}
+        with pytest.raises(EngineDied):
+            await anext(engine.generate(asking("late")))
+        assert engine.silent_s() == 0
+        fake.hung = fake.hold_scores = False
+        await engine.start()
+        again, (request,) = await begun(engine, fake, asking("again"))
+        request.to_the_end()
+        assert len((await again.ended()).records()) == 4
 
 
 @pytest.mark.usefixtures("asked_often")
 @pytest.mark.parametrize("step", ["pause", "check", "load", "resume"])
-def test_a_swap_of_a_hung_engine_ends(tmp_path: Path, step: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_swap_of_a_hung_engine_ends(
+    tmp_path: Path, step: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     paths = {"pause": "/pause", "check": "/is_paused", "load": "/collective_rpc", "resume": "/resume"}
 
-    async def main() -> None:
-        async with attached(tmp_path, silence_s_max=1.5) as (engine, fake):
-            await engine.stage("step-1", write_weights(tmp_path / "step-1", 1))
-            fake.before[paths[step]] = lambda: hung(fake)
-            fake.fault(paths[step], "hang")
-            monkeypatch.setattr("midstream.engine.servers.control.LOAD_S", 0.5)
-            with pytest.raises(EngineDied):
-                await engine.commit("step-1")
-            fake.hung = False
-
-    asyncio.run(main())
+    async with attached(tmp_path, silence_s_max=1.5) as (engine, fake):
+        await engine.stage("step-1", write_weights(tmp_path / "step-1", 1))
+        fake.before[paths[step]] = lambda: hung(fake)
+        fake.fault(paths[step], "hang")
+        monkeypatch.setattr("midstream.engine.servers.control.LOAD_S", 0.5)
+        with pytest.raises(EngineDied):
+            await engine.commit("step-1")
+        fake.hung = False
 
 
-def test_a_silent_core_is_asked_and_tokens_end_its_silence(
+async def test_a_silent_core_is_asked_and_tokens_end_its_silence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     heard: list[float] = []
@@ -194,91 +190,76 @@ def test_a_silent_core_is_asked_and_tokens_end_its_silence(
 
     monkeypatch.setattr(Silence, "token", told)
 
-    async def main() -> None:
-        async with attached(tmp_path) as (engine, fake):
-            reading, (request,) = await begun(engine, fake, asking(max_tokens=9))
-            before = fake.probes
-            await until(lambda: fake.probes >= before + 2)
-            heard.clear()
-            request.step(4)
-            await until(lambda: len(reading.records()) == 4)
-            assert heard
-            assert set(heard) == {0.0}
-            request.to_the_end()
-            assert len((await reading.ended()).records()) == 9
-
-    asyncio.run(main())
+    async with attached(tmp_path) as (engine, fake):
+        reading, (request,) = await begun(engine, fake, asking(max_tokens=9))
+        before = fake.probes
+        await until(lambda: fake.probes >= before + 2)
+        heard.clear()
+        request.step(4)
+        await until(lambda: len(reading.records()) == 4)
+        assert heard
+        assert set(heard) == {0.0}
+        request.to_the_end()
+        assert len((await reading.ended()).records()) == 9
 
 
 @pytest.mark.usefixtures("asked_often")
-def test_a_load_that_takes_long_is_no_silence(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with attached(tmp_path, silence_s_max=1.5) as (engine, fake):
-            await engine.stage("step-1", write_weights(tmp_path / "step-1", 1))
-            fake.gates["/collective_rpc"] = gate = asyncio.Event()
-            committing = asyncio.create_task(engine.commit("step-1"))
-            await until(lambda: engine.silent_s() > 2.0, "longer than it may be silent")
-            gate.set()
-            assert (await committing).snapshot == "step-1"
-            await swap(engine, tmp_path, 2)
-
-    asyncio.run(main())
+async def test_a_load_that_takes_long_is_no_silence(tmp_path: Path) -> None:
+    async with attached(tmp_path, silence_s_max=1.5) as (engine, fake):
+        await engine.stage("step-1", write_weights(tmp_path / "step-1", 1))
+        fake.gates["/collective_rpc"] = gate = asyncio.Event()
+        committing = asyncio.create_task(engine.commit("step-1"))
+        await until(lambda: engine.silent_s() > 2.0, "longer than it may be silent")
+        gate.set()
+        assert (await committing).snapshot == "step-1"
+        await swap(engine, tmp_path, 2)
 
 
-def test_a_long_prompt_that_is_scored_on_a_cpu_takes_its_time(tmp_path: Path) -> None:
+async def test_a_long_prompt_that_is_scored_on_a_cpu_takes_its_time(tmp_path: Path) -> None:
     def set_up(fake: FakeVllm) -> None:
         fake.cpu = True
 
-    async def main() -> None:
-        async with attached(tmp_path, set_up=set_up, silence_s_max=4.0) as (engine, fake):
-            reasons: list[str] = []
+    async with attached(tmp_path, set_up=set_up, silence_s_max=4.0) as (engine, fake):
+        reasons: list[str] = []
 
-            async def died(reason: str) -> None:
-                reasons.append(reason)
+        async def died(reason: str) -> None:
+            reasons.append(reason)
 
-            engine.on_death(died)
-            fake.hold_scores = True
-            prompt = [5] * int(10 * CPU_PROMPT_TOKENS_PER_S)
-            scored = Reading(engine, asking("echo", prompt, max_tokens=0, prompt_records=3))
-            await until(lambda: fake.scores)
-            hung(fake)
-            await until(lambda: reasons or engine.silent_s() > 4.5, "longer than it may be silent")
-            assert reasons == []
-            fake.hung = False
-            fake.scores[0].gate.set()
-            assert (await scored.ended()).finishes == {0: "length"}
-
-    asyncio.run(main())
+        engine.on_death(died)
+        fake.hold_scores = True
+        prompt = [5] * int(10 * CPU_PROMPT_TOKENS_PER_S)
+        scored = Reading(engine, asking("echo", prompt, max_tokens=0, prompt_records=3))
+        await until(lambda: fake.scores)
+        hung(fake)
+        await until(lambda: reasons or engine.silent_s() > 4.5, "longer than it may be silent")
+        assert reasons == []
+        fake.hung = False
+        fake.scores[0].gate.set()
+        assert (await scored.ended()).finishes == {0: "length"}
 
 
-def test_an_adapter_is_loaded_behind_a_step_that_takes_longer_than_the_load_may(
+async def test_an_adapter_is_loaded_behind_a_step_that_takes_longer_than_the_load_may(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def main() -> None:
-        async with attached(tmp_path, places=4, silence_s_max=4.0) as (engine, fake):
-            monkeypatch.setattr("midstream.engine.servers.control.LOAD_S", 0.1)
-            fake.gates[LOAD] = step = asyncio.Event()
-            staging = asyncio.create_task(engine.slot("p").stage("a", write_adapter(tmp_path / "a", 3)))
-            await until(lambda: staging.done() or engine.silent_s() > 0.5, "longer than a load may take")
-            step.set()
-            await staging
-            assert (await engine.slot("p").commit("a")).snapshot == "a"
-
-    asyncio.run(main())
+    async with attached(tmp_path, places=4, silence_s_max=4.0) as (engine, fake):
+        monkeypatch.setattr("midstream.engine.servers.control.LOAD_S", 0.1)
+        fake.gates[LOAD] = step = asyncio.Event()
+        staging = asyncio.create_task(engine.slot("p").stage("a", write_adapter(tmp_path / "a", 3)))
+        await until(lambda: staging.done() or engine.silent_s() > 0.5, "longer than a load may take")
+        step.set()
+        await staging
+        assert (await engine.slot("p").commit("a")).snapshot == "a"
 
 
-def test_an_attached_server_that_was_restarted_is_noticed_without_a_request(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with attached(tmp_path) as (engine, fake):
-            reasons: list[str] = []
+async def test_an_attached_server_that_was_restarted_is_noticed_without_a_request(tmp_path: Path) -> None:
+    async with attached(tmp_path) as (engine, fake):
+        reasons: list[str] = []
 
-            async def died(reason: str) -> None:
-                reasons.append(reason)
+        async def died(reason: str) -> None:
+            reasons.append(reason)
 
-            engine.on_death(died)
-            await swap(engine, tmp_path, 1)
-            await fake.restart()
-            await until(lambda: reasons, "its restart is noticed")
-            assert "vLLM was restarted" in reasons[0] or "nothing listens" in reasons[0]
-
-    asyncio.run(main())
+        engine.on_death(died)
+        await swap(engine, tmp_path, 1)
+        await fake.restart()
+        await until(lambda: reasons, "its restart is noticed")
+        assert "vLLM was restarted" in reasons[0] or "nothing listens" in reasons[0]

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import functools
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -15,14 +14,6 @@ from midstream.core.server_settings import VllmSettings
 from midstream.core.types import GenerateRequest, GenerationEvent, SamplingParams, SwapTiming, TokenRecord
 from midstream.engine.base import EngineDied
 from midstream.engine.vllm.engine import VllmEngine
-
-
-def in_a_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
-    @functools.wraps(test)
-    def run(*args: Any, **kwargs: Any) -> None:
-        asyncio.run(test(*args, **kwargs))
-
-    return run
 
 
 class Trusting(VllmEngine):

@@ -345,287 +345,246 @@ def test_the_cases_are_of_every_route_in_the_table() -> None:
     }
 
 
-def test_pages_need_no_key_and_say_nothing_of_the_server() -> None:
-    async def main() -> None:
-        async with world() as here:
-            for path in PAGES_OPEN:
-                answer = await here.ask(None, "GET", path)
-                assert answer.status == 200, path
-                assert b"default-replica-0" not in answer.body
-                assert "frame-ancestors 'none'" in answer.headers["content-security-policy"]
-                again = await here.ask(
-                    None, "GET", path, headers=f"if-none-match: {answer.headers['etag']}\r\n"
-                )
-                assert (again.status, again.body) == (304, b"")
-            assert (await here.ask(None, "GET", "/dashboard/../etc/passwd")).status == 401
-            assert (await here.ask("full", "GET", "/dashboard/__init__.py")).status == 404
-
-    run(main)
+async def test_pages_need_no_key_and_say_nothing_of_the_server() -> None:
+    async with world() as here:
+        for path in PAGES_OPEN:
+            answer = await here.ask(None, "GET", path)
+            assert answer.status == 200, path
+            assert b"default-replica-0" not in answer.body
+            assert "frame-ancestors 'none'" in answer.headers["content-security-policy"]
+            again = await here.ask(None, "GET", path, headers=f"if-none-match: {answer.headers['etag']}\r\n")
+            assert (again.status, again.body) == (304, b"")
+        assert (await here.ask(None, "GET", "/dashboard/../etc/passwd")).status == 401
+        assert (await here.ask("full", "GET", "/dashboard/__init__.py")).status == 404
 
 
-def test_the_dashboards_stream_shows_a_key_its_own_deployments_alone() -> None:
-    async def main() -> None:
-        async with world() as here:
-            everything = (await here.ask("observe", "GET", DASHBOARD_EVENTS)).body
-            assert b"default-replica-0" in everything
-            assert b"other-replica-0" in everything
-            assert b"event: counts" in everything
-            other = (await here.ask("observe:other", "GET", DASHBOARD_EVENTS)).body
-            assert b"other-replica-0" in other
-            assert b"default" not in other
-            assert b"event: counts" not in other
-
-    run(main)
+async def test_the_dashboards_stream_shows_a_key_its_own_deployments_alone() -> None:
+    async with world() as here:
+        everything = (await here.ask("observe", "GET", DASHBOARD_EVENTS)).body
+        assert b"default-replica-0" in everything
+        assert b"other-replica-0" in everything
+        assert b"event: counts" in everything
+        other = (await here.ask("observe:other", "GET", DASHBOARD_EVENTS)).body
+        assert b"other-replica-0" in other
+        assert b"default" not in other
+        assert b"event: counts" not in other
 
 
-def test_every_kind_of_key_on_every_route() -> None:
-    async def main() -> None:
-        async with world() as here:
-            before = await here.state()
-            for _, method, path, body, headers, served in CASES:
-                for kind in KINDS:
-                    if kind in served:
-                        continue
-                    answer = await here.ask(kind, method, path, body, headers)
-                    assert answer.status == 403, (kind, method, path, headers)
-                    if method == "HEAD":
-                        continue
-                    assert answer.error["code"] == "permission_error"
-                    assert answer.error["message"].startswith("this API key lacks the scope '")
-                    assert "retry-after" not in answer.headers
-                for nobody in (None, "unknown"):
-                    answer = await here.ask(nobody, method, path, body, headers)
-                    assert answer.status == 401, (method, path)
-            assert await here.state() == before
-            assert [len(mock.requests) for mock in here.stage.mocks] == [0, 0], (
-                "what is refused reaches no replica"
-            )
-            for _, method, path, body, headers, served in CASES:
-                for kind in sorted(served):
-                    answer = await here.ask(kind, method, path, body, headers)
-                    assert answer.status in (200, 202, 400, 404, 409), (
-                        kind,
-                        method,
-                        path,
-                        headers,
-                        answer.body,
-                    )
-                    assert (
-                        answer.status < 400
-                        or method in ("POST", "PATCH", "DELETE")
-                        or "/sessions/" in path
-                        # Nobody takes up what the ledger has of policies here.
-                        or path.endswith("/mine")
-                        # Of several deployments they want one named.
-                        or (path in (*TRAINER_READS, *CHANGES_BY_GET) and not headers)
-                    )
-            assert await here.state() != before
-
-    run(main)
-
-
-def test_without_configured_keys_everybody_may_do_everything() -> None:
-    async def main() -> None:
-        async with world(keys=()) as here:
-            for _, method, path, body, headers, _ in CASES:
-                for kind in (None, "sample"):
-                    assert (await here.ask(kind, method, path, body, headers)).status not in (401, 403), path
-            told = "x-midstream-scopes: sample:nothing\r\n"
-            assert (await here.ask(None, "GET", "/metrics", headers=told)).status == 200
-
-    run(main)
-
-
-def test_nobody_gives_himself_scopes_or_a_tenant() -> None:
-    async def main() -> None:
-        async with world() as here:
-            told = "x-midstream-scopes: operate\r\nx-midstream-tenant: key-full\r\n"
-            for kind, status in (("sample", 403), (None, 401)):
-                assert (await here.ask(kind, "DELETE", f"{ONE}/ledger", headers=told)).status == status
-            assert set(json.loads((await here.ask(None, "GET", "/health", headers=told)).body)) == {"status"}
-            await here.ask("sample", "POST", "/v1/completions", {}, told)
-            (asked,) = here.stage.mocks[0].requests
-            assert "x-midstream-scopes" not in asked.headers
-            assert asked.headers["x-midstream-tenant"] != "key-full"
-
-    run(main)
-
-
-def test_a_refusal_names_the_scope_and_what_it_is_missing_on() -> None:
-    async def main() -> None:
-        async with world() as here:
-            lacks = "this API key lacks the scope "
-            for kind, method, path, headers, message in (
-                ("sample", "DELETE", f"{ONE}/ledger", "", "'operate' on deployment 'default'"),
-                ("sample", "GET", f"{ONE}/ledger", "", "'publish' or 'observe' on deployment 'default'"),
-                ("sample", "GET", "/metrics", "", "'observe' on every deployment"),
-                ("sample", "POST", HOT_LOAD_PATH, "", "'publish' on the default deployment"),
-                ("sample", "POST", HOT_LOAD_PATH, TO_OTHER, "'publish' on deployment 'other'"),
-                ("publish", "POST", "/v1/completions", "", "'sample' on any deployment"),
-                ("sample:other", "POST", "/v1/completions", "", "'sample' on the default deployment"),
-                (
-                    "operate:other",
-                    "POST",
-                    f"{DEPLOYMENTS}?deploymentId=other",
-                    "",
-                    "'operate' on every deployment",
-                ),
-            ):
-                body = {} if method == "POST" else None
+async def test_every_kind_of_key_on_every_route() -> None:
+    async with world() as here:
+        before = await here.state()
+        for _, method, path, body, headers, served in CASES:
+            for kind in KINDS:
+                if kind in served:
+                    continue
                 answer = await here.ask(kind, method, path, body, headers)
-                assert (answer.status, answer.error["message"]) == (403, lacks + message)
+                assert answer.status == 403, (kind, method, path, headers)
+                if method == "HEAD":
+                    continue
+                assert answer.error["code"] == "permission_error"
+                assert answer.error["message"].startswith("this API key lacks the scope '")
+                assert "retry-after" not in answer.headers
+            for nobody in (None, "unknown"):
+                answer = await here.ask(nobody, method, path, body, headers)
+                assert answer.status == 401, (method, path)
+        assert await here.state() == before
+        assert [len(mock.requests) for mock in here.stage.mocks] == [0, 0], (
+            "what is refused reaches no replica"
+        )
+        for _, method, path, body, headers, served in CASES:
+            for kind in sorted(served):
+                answer = await here.ask(kind, method, path, body, headers)
+                assert answer.status in (200, 202, 400, 404, 409), (
+                    kind,
+                    method,
+                    path,
+                    headers,
+                    answer.body,
+                )
+                assert (
+                    answer.status < 400
+                    or method in ("POST", "PATCH", "DELETE")
+                    or "/sessions/" in path
+                    # Nobody takes up what the ledger has of policies here.
+                    or path.endswith("/mine")
+                    # Of several deployments they want one named.
+                    or (path in (*TRAINER_READS, *CHANGES_BY_GET) and not headers)
+                )
+        assert await here.state() != before
 
-    run(main)
+
+async def test_without_configured_keys_everybody_may_do_everything() -> None:
+    async with world(keys=()) as here:
+        for _, method, path, body, headers, _ in CASES:
+            for kind in (None, "sample"):
+                assert (await here.ask(kind, method, path, body, headers)).status not in (401, 403), path
+        told = "x-midstream-scopes: sample:nothing\r\n"
+        assert (await here.ask(None, "GET", "/metrics", headers=told)).status == 200
+
+
+async def test_nobody_gives_himself_scopes_or_a_tenant() -> None:
+    async with world() as here:
+        told = "x-midstream-scopes: operate\r\nx-midstream-tenant: key-full\r\n"
+        for kind, status in (("sample", 403), (None, 401)):
+            assert (await here.ask(kind, "DELETE", f"{ONE}/ledger", headers=told)).status == status
+        assert set(json.loads((await here.ask(None, "GET", "/health", headers=told)).body)) == {"status"}
+        await here.ask("sample", "POST", "/v1/completions", {}, told)
+        (asked,) = here.stage.mocks[0].requests
+        assert "x-midstream-scopes" not in asked.headers
+        assert asked.headers["x-midstream-tenant"] != "key-full"
+
+
+async def test_a_refusal_names_the_scope_and_what_it_is_missing_on() -> None:
+    async with world() as here:
+        lacks = "this API key lacks the scope "
+        for kind, method, path, headers, message in (
+            ("sample", "DELETE", f"{ONE}/ledger", "", "'operate' on deployment 'default'"),
+            ("sample", "GET", f"{ONE}/ledger", "", "'publish' or 'observe' on deployment 'default'"),
+            ("sample", "GET", "/metrics", "", "'observe' on every deployment"),
+            ("sample", "POST", HOT_LOAD_PATH, "", "'publish' on the default deployment"),
+            ("sample", "POST", HOT_LOAD_PATH, TO_OTHER, "'publish' on deployment 'other'"),
+            ("publish", "POST", "/v1/completions", "", "'sample' on any deployment"),
+            ("sample:other", "POST", "/v1/completions", "", "'sample' on the default deployment"),
+            (
+                "operate:other",
+                "POST",
+                f"{DEPLOYMENTS}?deploymentId=other",
+                "",
+                "'operate' on every deployment",
+            ),
+        ):
+            body = {} if method == "POST" else None
+            answer = await here.ask(kind, method, path, body, headers)
+            assert (answer.status, answer.error["message"]) == (403, lacks + message)
 
 
 @pytest.mark.parametrize("where", ["fireworks-deployment", "fireworks-model", "body"])
-def test_a_deployment_that_is_not_the_keys_and_one_that_does_not_exist_look_the_same(where: str) -> None:
+async def test_a_deployment_that_is_not_the_keys_and_one_that_does_not_exist_look_the_same(
+    where: str,
+) -> None:
     names = ["default", f"{A}/deployments/default", "default-model", "default-model@s1", "nowhere"]
     names += [f"{A}/deployments/nowhere", "accounts/else/deployments/other2", "x" * 5000]
 
-    async def main() -> None:
-        async with world() as here:
-            seen = set()
-            for path in ("/v1/completions", "/v1/sessions") if where != "body" else ("/v1/completions",):
-                for name in names:
-                    headers = "" if where == "body" else f"{where}: {name}\r\n"
-                    body = None if path == "/v1/sessions" else {"model": name} if where == "body" else {}
-                    method = "GET" if body is None else "POST"
-                    answer = await here.ask("sample:other", method, path, body, headers)
-                    assert answer.status == 403, (path, name)
-                    shown = name if len(name) < 200 else name[:200] + "..."
-                    assert repr(shown) in answer.error["message"]
-                    seen.add(answer.error["message"].replace(repr(shown), "NAME"))
-            kind = "deployment" if where == "fireworks-deployment" else "model"
-            assert seen == {f"this API key lacks the scope 'sample' on {kind} NAME"}
-            for path in (f"{DEPLOYMENTS}/default", f"{DEPLOYMENTS}/nowhere", f"{DEPLOYMENTS}/nowhere/ledger"):
-                assert (await here.ask("publish:other", "GET", path)).status == 403
-            assert [len(mock.requests) for mock in here.stage.mocks] == [0, 0]
-
-    run(main)
+    async with world() as here:
+        seen = set()
+        for path in ("/v1/completions", "/v1/sessions") if where != "body" else ("/v1/completions",):
+            for name in names:
+                headers = "" if where == "body" else f"{where}: {name}\r\n"
+                body = None if path == "/v1/sessions" else {"model": name} if where == "body" else {}
+                method = "GET" if body is None else "POST"
+                answer = await here.ask("sample:other", method, path, body, headers)
+                assert answer.status == 403, (path, name)
+                shown = name if len(name) < 200 else name[:200] + "..."
+                assert repr(shown) in answer.error["message"]
+                seen.add(answer.error["message"].replace(repr(shown), "NAME"))
+        kind = "deployment" if where == "fireworks-deployment" else "model"
+        assert seen == {f"this API key lacks the scope 'sample' on {kind} NAME"}
+        for path in (f"{DEPLOYMENTS}/default", f"{DEPLOYMENTS}/nowhere", f"{DEPLOYMENTS}/nowhere/ledger"):
+            assert (await here.ask("publish:other", "GET", path)).status == 403
+        assert [len(mock.requests) for mock in here.stage.mocks] == [0, 0]
 
 
-def test_a_key_for_a_deployment_that_is_not_there_is_told_so() -> None:
-    async def main() -> None:
-        async with world() as here:
-            gone = "fireworks-deployment: gone\r\n"
-            for method, path, body in (("POST", "/v1/completions", {}), ("GET", "/v1/sessions", None)):
-                answer = await here.ask("operate:gone", method, path, body, gone)
-                assert (answer.status, answer.error["code"]) == (404, "not_found_error")
-                assert answer.error["message"] == "deployment 'gone' is not served here"
-            assert (await here.ask("operate:gone", "GET", f"{DEPLOYMENTS}/gone")).status == 404
-
-    run(main)
+async def test_a_key_for_a_deployment_that_is_not_there_is_told_so() -> None:
+    async with world() as here:
+        gone = "fireworks-deployment: gone\r\n"
+        for method, path, body in (("POST", "/v1/completions", {}), ("GET", "/v1/sessions", None)):
+            answer = await here.ask("operate:gone", method, path, body, gone)
+            assert (answer.status, answer.error["code"]) == (404, "not_found_error")
+            assert answer.error["message"] == "deployment 'gone' is not served here"
+        assert (await here.ask("operate:gone", "GET", f"{DEPLOYMENTS}/gone")).status == 404
 
 
 @pytest.mark.parametrize("kind", ["full", "trainer", "sample:other", "operate:gone"])
-def test_a_gateway_that_has_just_started_blames_no_key_and_names_no_other_deployment(kind: str) -> None:
+async def test_a_gateway_that_has_just_started_blames_no_key_and_names_no_other_deployment(kind: str) -> None:
     gone = f"{A}/deployments/gone"
 
-    async def main() -> None:
-        async with world() as here:
-            here.stage.gateway.proxy.deployments.catching_up = True
-            for path, headers in (
-                (f"/v1/{A}/models/gone-model", ""),
-                ("/v1/models/gone-model", ""),
-                ("/v1/sessions/s", f"fireworks-deployment: {gone}\r\n"),
-                ("/v1/sessions/s", "fireworks-model: gone-model\r\n"),
-            ):
-                answer = await here.ask(kind, "GET", path, headers=headers)
-                assert (answer.status, answer.error["code"]) == (503, "replica_unavailable"), path
-                assert kind in ("full", "trainer") or "default" not in answer.error["message"]
-
-    run(main)
+    async with world() as here:
+        here.stage.gateway.proxy.deployments.catching_up = True
+        for path, headers in (
+            (f"/v1/{A}/models/gone-model", ""),
+            ("/v1/models/gone-model", ""),
+            ("/v1/sessions/s", f"fireworks-deployment: {gone}\r\n"),
+            ("/v1/sessions/s", "fireworks-model: gone-model\r\n"),
+        ):
+            answer = await here.ask(kind, "GET", path, headers=headers)
+            assert (answer.status, answer.error["code"]) == (503, "replica_unavailable"), path
+            assert kind in ("full", "trainer") or "default" not in answer.error["message"]
 
 
-def test_the_replica_of_the_keys_own_deployment_serves_it() -> None:
-    async def main() -> None:
-        async with world() as here:
-            for headers, body in (
-                (TO_OTHER, {}),
-                ("", {"model": "other"}),
-                ("", {"model": "other-model@s1"}),
-            ):
-                answer = await here.ask("sample:other", "POST", "/v1/completions", body, headers)
-                assert (answer.status, answer.headers["x-midstream-replica"]) == (200, "other-replica-0")
-
-    run(main)
+async def test_the_replica_of_the_keys_own_deployment_serves_it() -> None:
+    async with world() as here:
+        for headers, body in (
+            (TO_OTHER, {}),
+            ("", {"model": "other"}),
+            ("", {"model": "other-model@s1"}),
+        ):
+            answer = await here.ask("sample:other", "POST", "/v1/completions", body, headers)
+            assert (answer.status, answer.headers["x-midstream-replica"]) == (200, "other-replica-0")
 
 
-def test_lists_show_what_a_key_may_use() -> None:
+async def test_lists_show_what_a_key_may_use() -> None:
     async def names(here: World, kind: str, path: str, listed: str, key: str) -> list[str]:
         answer = json.loads((await here.ask(kind, "GET", path)).body)
         return [entry[key].rpartition("/")[2] for entry in answer[listed]]
 
-    async def main() -> None:
-        async with world() as here:
-            for kind, deployments, models, known in (
-                ("operate", ["default", "other"], ["default-model", "other-model"],
-                 ["default-model", "other-model", "third-model"]),
-                ("publish:other", ["other"], ["other-model"], ["other-model"]),
-                ("operate:gone", [], [], []),
-            ):  # fmt: skip
-                assert await names(here, kind, DEPLOYMENTS, "deployments", "name") == deployments
-                assert await names(here, kind, "/v1/models", "data", "id") == models
-                assert await names(here, kind, f"/v1/{A}/models", "models", "name") == known
-            page = json.loads((await here.ask("publish:other", "GET", f"{DEPLOYMENTS}?pageSize=1")).body)
-            assert (page["totalSize"], page["nextPageToken"]) == (1, "")
-
-    run(main)
+    async with world() as here:
+        for kind, deployments, models, known in (
+            ("operate", ["default", "other"], ["default-model", "other-model"],
+             ["default-model", "other-model", "third-model"]),
+            ("publish:other", ["other"], ["other-model"], ["other-model"]),
+            ("operate:gone", [], [], []),
+        ):  # fmt: skip
+            assert await names(here, kind, DEPLOYMENTS, "deployments", "name") == deployments
+            assert await names(here, kind, "/v1/models", "data", "id") == models
+            assert await names(here, kind, f"/v1/{A}/models", "models", "name") == known
+        page = json.loads((await here.ask("publish:other", "GET", f"{DEPLOYMENTS}?pageSize=1")).body)
+        assert (page["totalSize"], page["nextPageToken"]) == (1, "")
 
 
-def test_health_says_only_whether_it_is_up_to_whoever_has_no_key() -> None:
-    async def main() -> None:
-        async with world() as here:
-            for headers in ("", "authorization: Bearer wrong\r\n", "x-midstream-token: wrong\r\n"):
-                answer = await here.ask(None, "GET", "/health", headers=headers)
-                assert (answer.status, json.loads(answer.body)) == (200, {"status": "ok"})
-            for kind, shown in (
-                ("sample", ["default", "other"]),
-                ("publish:other", ["other"]),
-                ("operate:gone", []),
-            ):
-                told = json.loads((await here.ask(kind, "GET", "/health")).body)
-                assert [row["name"].rpartition("/")[2] for row in told["deployments"]] == shown
-                assert [row["name"] for row in told["replicas"]] == [f"{name}-replica-0" for name in shown]
-                assert told["usable_replicas"] == len(shown)
-            supervisor = f"x-midstream-token: {TOKEN}\r\n"
-            told = json.loads((await here.ask(None, "GET", "/health", headers=supervisor)).body)
-            assert len(told["deployments"]) == 2
-            assert (await here.ask(None, "GET", "/metrics", headers=supervisor)).status == 401
-            here.stage.views[0].admitted = False
-            assert (await here.ask(None, "GET", "/health")).status == 200, "the other deployment has one"
-            for deployment in here.stage.gateway.proxy.deployments:
-                deployment.replicas.views[0].admitted = False
-            down = await here.ask(None, "GET", "/health")
-            assert (down.status, json.loads(down.body)) == (503, {"status": "unavailable"})
-
-    run(main)
+async def test_health_says_only_whether_it_is_up_to_whoever_has_no_key() -> None:
+    async with world() as here:
+        for headers in ("", "authorization: Bearer wrong\r\n", "x-midstream-token: wrong\r\n"):
+            answer = await here.ask(None, "GET", "/health", headers=headers)
+            assert (answer.status, json.loads(answer.body)) == (200, {"status": "ok"})
+        for kind, shown in (
+            ("sample", ["default", "other"]),
+            ("publish:other", ["other"]),
+            ("operate:gone", []),
+        ):
+            told = json.loads((await here.ask(kind, "GET", "/health")).body)
+            assert [row["name"].rpartition("/")[2] for row in told["deployments"]] == shown
+            assert [row["name"] for row in told["replicas"]] == [f"{name}-replica-0" for name in shown]
+            assert told["usable_replicas"] == len(shown)
+        supervisor = f"x-midstream-token: {TOKEN}\r\n"
+        told = json.loads((await here.ask(None, "GET", "/health", headers=supervisor)).body)
+        assert len(told["deployments"]) == 2
+        assert (await here.ask(None, "GET", "/metrics", headers=supervisor)).status == 401
+        here.stage.views[0].admitted = False
+        assert (await here.ask(None, "GET", "/health")).status == 200, "the other deployment has one"
+        for deployment in here.stage.gateway.proxy.deployments:
+            deployment.replicas.views[0].admitted = False
+        down = await here.ask(None, "GET", "/health")
+        assert (down.status, json.loads(down.body)) == (503, {"status": "unavailable"})
 
 
-def test_a_key_publishes_nothing_out_of_the_bucket_of_another_deployment() -> None:
-    async def main() -> None:
-        async with world() as here:
-            before = await here.state()
-            source = f"x-fireworks-hot-load-source-url: {(here.bucket / 'other' / 's1').as_uri()}\r\n"
-            for identity, headers in (("other/s1", ""), ("s9", source)):
-                answer = await here.ask(
-                    "publish:default", "POST", HOT_LOAD_PATH, {"identity": identity}, headers
-                )
-                assert (answer.status, answer.error["message"]) == (
-                    403,
-                    "this API key lacks the scope 'publish' on the place of this snapshot",
-                )
-            assert await here.state() == before
-            for kind, identity, headers in (
-                ("publish:default", "s1", ""),
-                ("publish:other", "s1", TO_OTHER),
-                ("publish", "other/s1", ""),
-            ):
-                answer = await here.ask(kind, "POST", HOT_LOAD_PATH, {"identity": identity}, headers)
-                assert (answer.status, json.loads(answer.body)["identity"]) == (200, identity)
-
-    run(main)
+async def test_a_key_publishes_nothing_out_of_the_bucket_of_another_deployment() -> None:
+    async with world() as here:
+        before = await here.state()
+        source = f"x-fireworks-hot-load-source-url: {(here.bucket / 'other' / 's1').as_uri()}\r\n"
+        for identity, headers in (("other/s1", ""), ("s9", source)):
+            answer = await here.ask("publish:default", "POST", HOT_LOAD_PATH, {"identity": identity}, headers)
+            assert (answer.status, answer.error["message"]) == (
+                403,
+                "this API key lacks the scope 'publish' on the place of this snapshot",
+            )
+        assert await here.state() == before
+        for kind, identity, headers in (
+            ("publish:default", "s1", ""),
+            ("publish:other", "s1", TO_OTHER),
+            ("publish", "other/s1", ""),
+        ):
+            answer = await here.ask(kind, "POST", HOT_LOAD_PATH, {"identity": identity}, headers)
+            assert (answer.status, json.loads(answer.body)["identity"]) == (200, identity)
 
 
 def test_a_refused_control_call_leaves_one_line_and_no_key(caplog: pytest.LogCaptureFixture) -> None:
@@ -648,7 +607,7 @@ def test_a_refused_control_call_leaves_one_line_and_no_key(caplog: pytest.LogCap
     run(main)
 
 
-def test_a_key_may_be_written_as_its_digest_and_keys_of_one_tenant_share_sessions() -> None:
+async def test_a_key_may_be_written_as_its_digest_and_keys_of_one_tenant_share_sessions() -> None:
     digest = "sha256:" + hashlib.sha256(b"key-a").hexdigest()
     keys = (
         KeySettings(key=digest, scopes=("sample",), tenant="team"),
@@ -656,34 +615,30 @@ def test_a_key_may_be_written_as_its_digest_and_keys_of_one_tenant_share_session
         "sha256:" + hashlib.sha256(b"key-c").hexdigest(),
     )
 
-    async def main() -> None:
-        async with world(keys=keys) as here:
-            session = "x-session-id: s\r\n"
-            reasons = []
-            for key in ("a", "b", "c"):
-                answer = await here.ask(key, "POST", "/v1/completions", {}, session)
-                assert answer.status == 200
-                reasons.append(answer.headers["x-midstream-route-reason"])
-            assert reasons == ["new", "sticky", "new"]
-            tenants = [request.headers["x-midstream-tenant"] for request in here.stage.mocks[0].requests]
-            assert tenants[:2] == ["team", "team"]
-            assert tenants[2] not in ("team", "")
-            as_key = f"authorization: Bearer {digest}\r\n"
-            assert (await here.ask(None, "POST", "/v1/completions", {}, as_key)).status == 401, (
-                "a digest is no key"
-            )
-            empty = "authorization: Bearer \r\nx-api-key: \r\n"
-            assert (await here.ask(None, "GET", "/v1/models", headers=empty)).status == 401
-
-    run(main)
+    async with world(keys=keys) as here:
+        session = "x-session-id: s\r\n"
+        reasons = []
+        for key in ("a", "b", "c"):
+            answer = await here.ask(key, "POST", "/v1/completions", {}, session)
+            assert answer.status == 200
+            reasons.append(answer.headers["x-midstream-route-reason"])
+        assert reasons == ["new", "sticky", "new"]
+        tenants = [request.headers["x-midstream-tenant"] for request in here.stage.mocks[0].requests]
+        assert tenants[:2] == ["team", "team"]
+        assert tenants[2] not in ("team", "")
+        as_key = f"authorization: Bearer {digest}\r\n"
+        assert (await here.ask(None, "POST", "/v1/completions", {}, as_key)).status == 401, (
+            "a digest is no key"
+        )
+        empty = "authorization: Bearer \r\nx-api-key: \r\n"
+        assert (await here.ask(None, "GET", "/v1/models", headers=empty)).status == 401
 
 
-def test_a_request_that_may_not_sample_is_refused_before_its_body(caplog: pytest.LogCaptureFixture) -> None:
-    async def main() -> None:
-        async with world() as here:
-            client = await here.stage.connect()
-            client.send(post(b"", headers=bearer("publish")).replace(b"Length: 0", b"Length: 1000000"))
-            answer = await client.message()
-            assert (answer.status, answer.error["code"]) == (403, "permission_error")
-
-    run(main)
+async def test_a_request_that_may_not_sample_is_refused_before_its_body(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with world() as here:
+        client = await here.stage.connect()
+        client.send(post(b"", headers=bearer("publish")).replace(b"Length: 0", b"Length: 1000000"))
+        answer = await client.message()
+        assert (answer.status, answer.error["code"]) == (403, "permission_error")

@@ -114,31 +114,25 @@ def test_any_head_is_served_or_refused_in_the_same_way_however_it_is_cut() -> No
     assert 150 < refused < 600, "requests of both kinds were tried"
 
 
-def test_a_length_with_more_zeros_than_python_reads_as_a_number_is_answered() -> None:
+async def test_a_length_with_more_zeros_than_python_reads_as_a_number_is_answered() -> None:
     async def echo(request: Message, peer: Peer) -> None:
         peer.respond(request.body)
 
-    async def main() -> None:
-        async with staged(echo, echo) as stage:
-            zeros = b"0" * 5000
-            head = b"POST /v1/completions HTTP/1.1\r\nhost: t\r\ncontent-length: %b2\r\n\r\n{}" % zeros
-            statuses, served = await outcome(stage, [head])
-            assert statuses == [b"HTTP/1.1 400"]
-            assert served == []
-
-    run(main)
+    async with staged(echo, echo) as stage:
+        zeros = b"0" * 5000
+        head = b"POST /v1/completions HTTP/1.1\r\nhost: t\r\ncontent-length: %b2\r\n\r\n{}" % zeros
+        statuses, served = await outcome(stage, [head])
+        assert statuses == [b"HTTP/1.1 400"]
+        assert served == []
 
 
-def test_a_client_that_speaks_http_2_learns_what_is_spoken_here() -> None:
-    async def main() -> None:
-        async with staged() as stage:
-            client = await stage.connect()
-            client.send(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")
-            answer = await client.closed()
-            assert answer.startswith(b"HTTP/1.1 400 ")
-            assert b"HTTP/1.1, not HTTP/2" in answer
-
-    run(main)
+async def test_a_client_that_speaks_http_2_learns_what_is_spoken_here() -> None:
+    async with staged() as stage:
+        client = await stage.connect()
+        client.send(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")
+        answer = await client.closed()
+        assert answer.startswith(b"HTTP/1.1 400 ")
+        assert b"HTTP/1.1, not HTTP/2" in answer
 
 
 def chunked(rng: random.Random) -> tuple[bytes, bytes]:
@@ -154,30 +148,27 @@ def chunked(rng: random.Random) -> tuple[bytes, bytes]:
 
 
 @pytest.mark.parametrize("kind", ["text/event-stream", "text/plain"])
-def test_any_chunks_however_cut_pass_byte_for_byte_and_leave_the_connection_usable(kind: str) -> None:
-    async def main() -> None:
-        rng = random.Random(11)
-        wanted = b""
+async def test_any_chunks_however_cut_pass_byte_for_byte_and_leave_the_connection_usable(kind: str) -> None:
+    rng = random.Random(11)
+    wanted = b""
 
-        async def handler(request: Message, peer: Peer) -> None:
-            nonlocal wanted
-            body, end = chunked(rng)
-            wanted = body + end
-            peer.start_stream(kind)
-            cuts = sorted(rng.randint(0, len(wanted)) for _ in range(rng.choice((0, 1, 4))))
-            for start, stop in zip([0, *cuts], [*cuts, len(wanted)], strict=True):
-                peer.send(wanted[start:stop])
-                await asyncio.sleep(0)
+    async def handler(request: Message, peer: Peer) -> None:
+        nonlocal wanted
+        body, end = chunked(rng)
+        wanted = body + end
+        peer.start_stream(kind)
+        cuts = sorted(rng.randint(0, len(wanted)) for _ in range(rng.choice((0, 1, 4))))
+        for start, stop in zip([0, *cuts], [*cuts, len(wanted)], strict=True):
+            peer.send(wanted[start:stop])
+            await asyncio.sleep(0)
 
-        async with staged(handler) as stage:
-            client = await stage.connect()
-            for _ in range(150):
-                client.send(post(b'{"stream":true}'))
-                assert (await read_head(client.reader)).status == 200
-                assert await client.reader.readexactly(len(wanted)) == wanted
-            assert stage.mocks[0].connections == 1
-
-    run(main)
+    async with staged(handler) as stage:
+        client = await stage.connect()
+        for _ in range(150):
+            client.send(post(b'{"stream":true}'))
+            assert (await read_head(client.reader)).status == 200
+            assert await client.reader.readexactly(len(wanted)) == wanted
+        assert stage.mocks[0].connections == 1
 
 
 @pytest.mark.parametrize(
@@ -194,27 +185,24 @@ def test_any_chunks_however_cut_pass_byte_for_byte_and_leave_the_connection_usab
         b"3\r\nabc\r\n0\r\n\r\nHTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n",
     ],
 )
-def test_a_response_whose_framing_breaks_is_seen_to_be_broken(broken: bytes) -> None:
-    async def main() -> None:
-        async def handler(request: Message, peer: Peer) -> None:
-            peer.start_stream("text/plain")
-            peer.chunk(b"first")
-            await peer.writer.drain()
-            await asyncio.sleep(0)
-            peer.send(broken)
-            await peer.closed()
+async def test_a_response_whose_framing_breaks_is_seen_to_be_broken(broken: bytes) -> None:
+    async def handler(request: Message, peer: Peer) -> None:
+        peer.start_stream("text/plain")
+        peer.chunk(b"first")
+        await peer.writer.drain()
+        await asyncio.sleep(0)
+        peer.send(broken)
+        await peer.closed()
 
-        async with staged(handler) as stage:
-            client = await stage.connect()
-            client.send(post())
-            assert await client.closed() != b""
-            client = await stage.connect()
-            client.send(post())
-            answer = await client.closed()
-            assert not answer.endswith(b"0\r\n\r\n")
-            assert answer.count(b"HTTP/1.1") == 1
-
-    run(main)
+    async with staged(handler) as stage:
+        client = await stage.connect()
+        client.send(post())
+        assert await client.closed() != b""
+        client = await stage.connect()
+        client.send(post())
+        answer = await client.closed()
+        assert not answer.endswith(b"0\r\n\r\n")
+        assert answer.count(b"HTTP/1.1") == 1
 
 
 @pytest.mark.slow
@@ -272,84 +260,75 @@ BROKEN = [
 
 
 @pytest.mark.parametrize("rest", BROKEN, ids=["no chunk", "bytes after the end"])
-def test_events_that_came_with_a_broken_frame_are_not_taken_for_passed_on(rest: bytes) -> None:
-    async def main() -> None:
-        has_first = asyncio.Event()
+async def test_events_that_came_with_a_broken_frame_are_not_taken_for_passed_on(rest: bytes) -> None:
+    has_first = asyncio.Event()
 
-        async def handler(request: Message, peer: Peer) -> None:
-            resumed = "/replica/resume" in request.start
-            peer.send(
-                b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n"
-                + (b"\r\n" if resumed else b"x-midstream-resumable: 1\r\n\r\n")
-            )
-            if resumed:
-                had = len(json.loads(request.body)["state"].split("\n")) - 1
-                peer.send(b"".join(chunk(b"data: %d\n\n" % n) for n in range(had, 4)))
-                peer.send(chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n")
-                return
-            peer.chunk(event(0))
-            await has_first.wait()
-            peer.send(rest)
-            await peer.closed()
+    async def handler(request: Message, peer: Peer) -> None:
+        resumed = "/replica/resume" in request.start
+        peer.send(
+            b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n"
+            + (b"\r\n" if resumed else b"x-midstream-resumable: 1\r\n\r\n")
+        )
+        if resumed:
+            had = len(json.loads(request.body)["state"].split("\n")) - 1
+            peer.send(b"".join(chunk(b"data: %d\n\n" % n) for n in range(had, 4)))
+            peer.send(chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n")
+            return
+        peer.chunk(event(0))
+        await has_first.wait()
+        peer.send(rest)
+        await peer.closed()
 
-        async with staged(handler, handler) as stage:
-            client = await stage.connect()
-            client.send(post(b'{"stream":true}'))
-            await read_head(client.reader)
-            got = await read_chunk(client.reader)
-            has_first.set()
-            while data := await read_chunk(client.reader):
-                got += data
-            assert [line for line in got.split(b"\n") if line.startswith(b"data")] == [
-                b"data: 0",
-                b"data: 1",
-                b"data: 2",
-                b"data: 3",
-                b"data: [DONE]",
-            ]
-
-    run(main)
+    async with staged(handler, handler) as stage:
+        client = await stage.connect()
+        client.send(post(b'{"stream":true}'))
+        await read_head(client.reader)
+        got = await read_chunk(client.reader)
+        has_first.set()
+        while data := await read_chunk(client.reader):
+            got += data
+        assert [line for line in got.split(b"\n") if line.startswith(b"data")] == [
+            b"data: 0",
+            b"data: 1",
+            b"data: 2",
+            b"data: 3",
+            b"data: [DONE]",
+        ]
 
 
 @pytest.mark.parametrize("end", [b"zz\r\n", b"0\r\n\r\nHTTP/1.1 200 OK\r\n"])
-def test_no_error_event_is_written_into_a_chunk_whose_rest_was_not_passed_on(end: bytes) -> None:
-    async def main() -> None:
-        has_first = asyncio.Event()
-        whole = chunk(b"data: something\n\n")
+async def test_no_error_event_is_written_into_a_chunk_whose_rest_was_not_passed_on(end: bytes) -> None:
+    has_first = asyncio.Event()
+    whole = chunk(b"data: something\n\n")
 
-        async def handler(request: Message, peer: Peer) -> None:
-            peer.start_stream()
-            peer.send(whole + whole[:9])
-            await has_first.wait()
-            peer.send(whole[9:] + end)
-            await peer.closed()
+    async def handler(request: Message, peer: Peer) -> None:
+        peer.start_stream()
+        peer.send(whole + whole[:9])
+        await has_first.wait()
+        peer.send(whole[9:] + end)
+        await peer.closed()
 
-        async with staged(handler) as stage:
-            client = await stage.connect()
-            client.send(post())
-            await read_head(client.reader)
-            assert await client.reader.readexactly(len(whole) + 9) == whole + whole[:9]
-            has_first.set()
-            assert await client.closed() == b""
-
-    run(main)
+    async with staged(handler) as stage:
+        client = await stage.connect()
+        client.send(post())
+        await read_head(client.reader)
+        assert await client.reader.readexactly(len(whole) + 9) == whole + whole[:9]
+        has_first.set()
+        assert await client.closed() == b""
 
 
 @pytest.mark.parametrize("end", [b"0;x\r\n\r\n", b"0\r\nx-a: 1\r\n\r\n"])
-def test_a_stream_that_can_be_resumed_ends_however_its_last_chunk_is_written(end: bytes) -> None:
-    async def main() -> None:
-        async def handler(request: Message, peer: Peer) -> None:
-            peer.send(
-                b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n"
-                b"x-midstream-resumable: 1\r\n\r\n"
-            )
-            peer.send(chunk(event(0)) + chunk(LAST) + end)
+async def test_a_stream_that_can_be_resumed_ends_however_its_last_chunk_is_written(end: bytes) -> None:
+    async def handler(request: Message, peer: Peer) -> None:
+        peer.send(
+            b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n"
+            b"x-midstream-resumable: 1\r\n\r\n"
+        )
+        peer.send(chunk(event(0)) + chunk(LAST) + end)
 
-        async with staged(handler) as stage:
-            client = await stage.connect()
-            client.send(post(b'{"stream":true}'))
-            await read_head(client.reader)
-            whole = chunk(event(0)) + chunk(LAST) + end
-            assert await client.reader.readexactly(len(whole)) == whole
-
-    run(main)
+    async with staged(handler) as stage:
+        client = await stage.connect()
+        client.send(post(b'{"stream":true}'))
+        await read_head(client.reader)
+        whole = chunk(event(0)) + chunk(LAST) + end
+        assert await client.reader.readexactly(len(whole)) == whole

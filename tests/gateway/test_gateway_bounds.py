@@ -155,22 +155,19 @@ def test_what_comes_of_a_body_in_the_read_of_the_request_before_it_is_counted() 
 
 
 @FRAMINGS
-def test_trickling_bodies_are_cut_off_and_what_they_hold_is_given_back(
+async def test_trickling_bodies_are_cut_off_and_what_they_hold_is_given_back(
     framed: Callable[[bytes], bytes],
 ) -> None:
-    async def main() -> None:
-        async with staged(respond_ok, body_window_s=0.2) as stage:
-            clients = [await stage.connect() for _ in range(50)]
-            for client in clients:
-                client.send(framed(BODY)[:100_000])
-            for client in clients:
-                answer = await client.message()
-                assert (answer.status, answer.error["code"]) == (408, "request_timeout")
-                assert "min_body_rate" in answer.error["message"]
-            assert stage.gateway.service.budget.held_bytes == 0, "though the connections linger"
-            assert stage.mocks[0].requests == []
-
-    run(main)
+    async with staged(respond_ok, body_window_s=0.2) as stage:
+        clients = [await stage.connect() for _ in range(50)]
+        for client in clients:
+            client.send(framed(BODY)[:100_000])
+        for client in clients:
+            answer = await client.message()
+            assert (answer.status, answer.error["code"]) == (408, "request_timeout")
+            assert "min_body_rate" in answer.error["message"]
+        assert stage.gateway.service.budget.held_bytes == 0, "though the connections linger"
+        assert stage.mocks[0].requests == []
 
 
 async def until(true: Callable[[], bool]) -> None:
@@ -183,29 +180,28 @@ async def holds(stage: Stage, count: int) -> None:
 
 
 @FRAMINGS
-def test_unfinished_bodies_are_bounded_together_and_room_comes_back(framed: Callable[[bytes], bytes]) -> None:
-    async def main() -> None:
-        async with staged(respond_ok, **BOUNDS) as stage:
-            clients = [await stage.connect() for _ in range(3)]
-            for number, client in enumerate(clients, 1):
-                client.send(framed(BODY)[:-10])
-                await holds(stage, number * 299_000)
-            refused = await stage.connect()
-            refused.send(framed(BODY)[:-10])
-            answer = await refused.message()
-            assert (answer.status, answer.error["code"]) == (413, "payload_too_large")
-            assert "1000000 bytes together (max_unfinished_body_bytes)" in answer.error["message"]
-            assert (answer.headers["retry-after"], answer.headers["x-should-retry"]) == ("1", "true")
-            assert answer.headers["connection"] == "close"
-            clients[0].send(framed(BODY)[-10:])
-            assert (await clients[0].message()).status == 200
-            assert (await stage.ask(framed(BODY))).status == 200, "one is complete: there is room"
-            clients[1].abort()
-            clients[2].abort()
-            await until(lambda: stage.gateway.service.budget.held_bytes == 0)
-            assert [request.body for request in stage.mocks[0].requests] == [BODY] * 2
-
-    run(main)
+async def test_unfinished_bodies_are_bounded_together_and_room_comes_back(
+    framed: Callable[[bytes], bytes],
+) -> None:
+    async with staged(respond_ok, **BOUNDS) as stage:
+        clients = [await stage.connect() for _ in range(3)]
+        for number, client in enumerate(clients, 1):
+            client.send(framed(BODY)[:-10])
+            await holds(stage, number * 299_000)
+        refused = await stage.connect()
+        refused.send(framed(BODY)[:-10])
+        answer = await refused.message()
+        assert (answer.status, answer.error["code"]) == (413, "payload_too_large")
+        assert "1000000 bytes together (max_unfinished_body_bytes)" in answer.error["message"]
+        assert (answer.headers["retry-after"], answer.headers["x-should-retry"]) == ("1", "true")
+        assert answer.headers["connection"] == "close"
+        clients[0].send(framed(BODY)[-10:])
+        assert (await clients[0].message()).status == 200
+        assert (await stage.ask(framed(BODY))).status == 200, "one is complete: there is room"
+        clients[1].abort()
+        clients[2].abort()
+        await until(lambda: stage.gateway.service.budget.held_bytes == 0)
+        assert [request.body for request in stage.mocks[0].requests] == [BODY] * 2
 
 
 def resident_bytes() -> int:
@@ -255,162 +251,141 @@ def test_what_a_body_took_is_the_systems_again_when_its_client_leaves(
 
 
 @FRAMINGS
-def test_a_tenant_fills_its_own_share_only(framed: Callable[[bytes, str], bytes]) -> None:
-    async def main() -> None:
-        bounds = {**BOUNDS, "max_unfinished_body_bytes_per_tenant": 500_000}
-        async with staged(respond_ok, api_keys=("a", "b"), **bounds) as stage:
-            mine = await stage.connect()
-            mine.send(framed(BODY, "a")[:-10])
-            await holds(stage, 299_000)
-            answer = await stage.ask(framed(BODY, "a"))
-            assert answer.status == 413
-            assert "500000 bytes together (max_unfinished_body_bytes_per_tenant)" in answer.error["message"]
-            assert (await stage.ask(framed(BODY, "b"))).status == 200
-            assert (await stage.ask(plain(b"{}", "a"))).status == 200, "it does not wait for more"
-
-    run(main)
+async def test_a_tenant_fills_its_own_share_only(framed: Callable[[bytes, str], bytes]) -> None:
+    bounds = {**BOUNDS, "max_unfinished_body_bytes_per_tenant": 500_000}
+    async with staged(respond_ok, api_keys=("a", "b"), **bounds) as stage:
+        mine = await stage.connect()
+        mine.send(framed(BODY, "a")[:-10])
+        await holds(stage, 299_000)
+        answer = await stage.ask(framed(BODY, "a"))
+        assert answer.status == 413
+        assert "500000 bytes together (max_unfinished_body_bytes_per_tenant)" in answer.error["message"]
+        assert (await stage.ask(framed(BODY, "b"))).status == 200
+        assert (await stage.ask(plain(b"{}", "a"))).status == 200, "it does not wait for more"
 
 
 @FRAMINGS
-def test_no_body_is_read_of_who_has_no_key(framed: Callable[[bytes, str], bytes]) -> None:
-    async def main() -> None:
-        async with staged(respond_ok, api_keys=("a",)) as stage:
-            client = await stage.connect()
-            client.send(framed(BODY, "b")[:400])
-            assert (await client.message()).status == 401
-            health = await stage.connect()
-            health.send(framed(BODY, "b").replace(b"/v1/completions", b"/health")[:400])
-            assert (await health.message()).status == 401, "a question about health has no body"
-            assert (await stage.ask(get("/health", "Content-Length: 0\r\n"))).status == 200
-
-    run(main)
+async def test_no_body_is_read_of_who_has_no_key(framed: Callable[[bytes, str], bytes]) -> None:
+    async with staged(respond_ok, api_keys=("a",)) as stage:
+        client = await stage.connect()
+        client.send(framed(BODY, "b")[:400])
+        assert (await client.message()).status == 401
+        health = await stage.connect()
+        health.send(framed(BODY, "b").replace(b"/v1/completions", b"/health")[:400])
+        assert (await health.message()).status == 401, "a question about health has no body"
+        assert (await stage.ask(get("/health", "Content-Length: 0\r\n"))).status == 200
 
 
-def test_requests_in_flight_of_a_tenant_are_bounded_and_its_connections_stay() -> None:
-    async def main() -> None:
-        go_on = asyncio.Event()
+async def test_requests_in_flight_of_a_tenant_are_bounded_and_its_connections_stay() -> None:
+    go_on = asyncio.Event()
 
-        async def slow(request: Message, peer: Peer) -> None:
-            peer.start_stream()
-            await go_on.wait()
-            peer.end_stream()
+    async def slow(request: Message, peer: Peer) -> None:
+        peer.start_stream()
+        await go_on.wait()
+        peer.end_stream()
 
-        async with staged(slow, api_keys=("a", "b"), max_requests_per_tenant=2) as stage:
-            clients = [await stage.connect() for _ in range(3)]
-            for client in clients[:2]:
-                client.send(plain(b"{}"))
-            await stage.mocks[0].asked(2)
-            for framed in (plain, chunked):
-                clients[2].send(framed(b"{}"))
-                answer = await clients[2].message()
-                assert (answer.status, answer.error["code"]) == (429, "overloaded_error")
-                assert "2 requests in flight, as many as max_requests_per_tenant" in answer.error["message"]
-                assert answer.headers["retry-after"] == "1"
-                assert "connection" not in answer.headers
-            assert stage.metrics.requests["refused", 429] == 2
-            assert (await stage.ask(get("/v1/models", "X-Api-Key: a\r\n"))).status == 200, "completions count"
-            other = await stage.connect()
-            other.send(plain(b"{}", "b"))
-            await stage.mocks[0].asked(3)
-            clients[0].abort()
-            await until(lambda: stage.in_flight() == [2])
-            clients[2].send(plain(b"{}"))
-            await stage.mocks[0].asked(4)
-            go_on.set()
-            for client in (*clients[1:], other):
-                assert (await client.message()).status == 200
-
-    run(main)
-
-
-def test_connections_of_a_tenant_are_bounded_and_idle_ones_make_room() -> None:
-    async def main() -> None:
-        go_on = asyncio.Event()
-
-        async def slow(request: Message, peer: Peer) -> None:
-            if request.body != b"quick":
-                await go_on.wait()
-            peer.respond()
-
-        async with staged(slow, api_keys=("a", "b"), max_connections_per_tenant=2) as stage:
-            busy, idle, third, fourth, other = [await stage.connect() for _ in range(5)]
-            busy.send(plain(b"slow"))
-            await stage.mocks[0].asked(1)
-            idle.send(plain(b"quick"))
-            assert (await idle.message()).status == 200
-            third.send(plain(b"slow"))
-            assert await idle.closed() == b""
-            await stage.mocks[0].asked(3)
-            fourth.send(plain(b"quick"))
-            answer = await fourth.message()
+    async with staged(slow, api_keys=("a", "b"), max_requests_per_tenant=2) as stage:
+        clients = [await stage.connect() for _ in range(3)]
+        for client in clients[:2]:
+            client.send(plain(b"{}"))
+        await stage.mocks[0].asked(2)
+        for framed in (plain, chunked):
+            clients[2].send(framed(b"{}"))
+            answer = await clients[2].message()
             assert (answer.status, answer.error["code"]) == (429, "overloaded_error")
-            assert "max_connections_per_tenant" in answer.error["message"]
-            assert (answer.headers["retry-after"], answer.headers["connection"]) == ("1", "close")
-            other.send(plain(b"quick", "b"))
-            assert (await other.message()).status == 200
-            go_on.set()
-            assert [(await client.message()).status for client in (busy, third)] == [200, 200]
-            assert (await stage.ask(plain(b"quick"))).status == 200
+            assert "2 requests in flight, as many as max_requests_per_tenant" in answer.error["message"]
+            assert answer.headers["retry-after"] == "1"
+            assert "connection" not in answer.headers
+        assert stage.metrics.requests["refused", 429] == 2
+        assert (await stage.ask(get("/v1/models", "X-Api-Key: a\r\n"))).status == 200, "completions count"
+        other = await stage.connect()
+        other.send(plain(b"{}", "b"))
+        await stage.mocks[0].asked(3)
+        clients[0].abort()
+        await until(lambda: stage.in_flight() == [2])
+        clients[2].send(plain(b"{}"))
+        await stage.mocks[0].asked(4)
+        go_on.set()
+        for client in (*clients[1:], other):
+            assert (await client.message()).status == 200
 
-    run(main)
+
+async def test_connections_of_a_tenant_are_bounded_and_idle_ones_make_room() -> None:
+    go_on = asyncio.Event()
+
+    async def slow(request: Message, peer: Peer) -> None:
+        if request.body != b"quick":
+            await go_on.wait()
+        peer.respond()
+
+    async with staged(slow, api_keys=("a", "b"), max_connections_per_tenant=2) as stage:
+        busy, idle, third, fourth, other = [await stage.connect() for _ in range(5)]
+        busy.send(plain(b"slow"))
+        await stage.mocks[0].asked(1)
+        idle.send(plain(b"quick"))
+        assert (await idle.message()).status == 200
+        third.send(plain(b"slow"))
+        assert await idle.closed() == b""
+        await stage.mocks[0].asked(3)
+        fourth.send(plain(b"quick"))
+        answer = await fourth.message()
+        assert (answer.status, answer.error["code"]) == (429, "overloaded_error")
+        assert "max_connections_per_tenant" in answer.error["message"]
+        assert (answer.headers["retry-after"], answer.headers["connection"]) == ("1", "close")
+        other.send(plain(b"quick", "b"))
+        assert (await other.message()).status == 200
+        go_on.set()
+        assert [(await client.message()).status for client in (busy, third)] == [200, 200]
+        assert (await stage.ask(plain(b"quick"))).status == 200
 
 
 @pytest.mark.parametrize("bound", ["max_requests_per_tenant", "max_connections_per_tenant"])
-def test_a_question_for_health_behind_a_request_does_not_take_it_out_of_the_count(bound: str) -> None:
-    async def main() -> None:
-        go_on = asyncio.Event()
+async def test_a_question_for_health_behind_a_request_does_not_take_it_out_of_the_count(bound: str) -> None:
+    go_on = asyncio.Event()
 
-        async def slow(request: Message, peer: Peer) -> None:
-            await go_on.wait()
-            peer.respond()
+    async def slow(request: Message, peer: Peer) -> None:
+        await go_on.wait()
+        peer.respond()
 
-        async with staged(slow, api_keys=("a",), **{bound: 1}) as stage:
-            first, second = await stage.connect(), await stage.connect()
-            first.send(chunked(b"slow") + get("/health"))
-            await stage.mocks[0].asked(1)
-            second.send(plain(b"slow"))
-            assert (await second.message()).status == 429
-            go_on.set()
-            assert [(await first.message()).status for _ in range(2)] == [200, 200]
-
-    run(main)
+    async with staged(slow, api_keys=("a",), **{bound: 1}) as stage:
+        first, second = await stage.connect(), await stage.connect()
+        first.send(chunked(b"slow") + get("/health"))
+        await stage.mocks[0].asked(1)
+        second.send(plain(b"slow"))
+        assert (await second.message()).status == 429
+        go_on.set()
+        assert [(await first.message()).status for _ in range(2)] == [200, 200]
 
 
-def test_a_compressed_body_is_refused_before_it_is_read_and_says_what_to_send() -> None:
-    async def main() -> None:
-        async with staged(respond_ok) as stage:
-            for encoding in ("gzip", "br", "gzip, identity", "GZIP"):
-                for path in ("/v1/completions", "/api/v1/asample", "/hot_load/v1/models/hot_load"):
-                    head = f"Content-Encoding: {encoding}\r\n"
-                    client = await stage.connect()
-                    client.send(post(b"xx", path, head)[:-1])
-                    answer = await client.message()
-                    assert (answer.status, answer.error["code"]) == (415, "unsupported_content_encoding")
-                    assert encoding.lower() in answer.error["message"]
-                    assert answer.headers["accept-encoding"] == "identity"
-            assert stage.mocks[0].requests == []
-            assert (await stage.ask(post(headers="Content-Encoding: identity\r\n"))).status == 200
-            assert (await stage.ask(get("/health", "Content-Encoding: gzip\r\n"))).status == 200
-
-    run(main)
+async def test_a_compressed_body_is_refused_before_it_is_read_and_says_what_to_send() -> None:
+    async with staged(respond_ok) as stage:
+        for encoding in ("gzip", "br", "gzip, identity", "GZIP"):
+            for path in ("/v1/completions", "/api/v1/asample", "/hot_load/v1/models/hot_load"):
+                head = f"Content-Encoding: {encoding}\r\n"
+                client = await stage.connect()
+                client.send(post(b"xx", path, head)[:-1])
+                answer = await client.message()
+                assert (answer.status, answer.error["code"]) == (415, "unsupported_content_encoding")
+                assert encoding.lower() in answer.error["message"]
+                assert answer.headers["accept-encoding"] == "identity"
+        assert stage.mocks[0].requests == []
+        assert (await stage.ask(post(headers="Content-Encoding: identity\r\n"))).status == 200
+        assert (await stage.ask(get("/health", "Content-Encoding: gzip\r\n"))).status == 200
 
 
 @pytest.mark.parametrize("ends", [b"", b"\r\nx\r\n0\r\n\r\n"], ids=["endless", "ends"])
-def test_chunk_extensions_are_bounded_over_a_body(ends: bytes) -> None:
+async def test_chunk_extensions_are_bounded_over_a_body(ends: bytes) -> None:
     head = b"POST /v1/completions HTTP/1.1\r\nHost: t\r\nTransfer-Encoding: chunked\r\n\r\n"
     chunks = [b"1;%b\r\nx\r\n" % (b"e" * 9_000)] * 100
 
-    async def main() -> None:
-        async with staged(respond_ok, max_header_bytes=20_000) as stage:
-            few = head + b"".join(chunks[:2]) + b"0\r\n\r\n"
-            assert (await stage.ask(few)).status == 200
-            client = await stage.connect()
-            client.send(head + b"".join(chunks) + b"1;" + b"e" * 900_000 + ends)
-            answer = await client.message()
-            assert (answer.status, answer.error["code"]) == (413, "payload_too_large")
-            assert "chunk extensions and trailers are over 20000 bytes" in answer.error["message"]
-            small = head + b"1\r\nx\r\n" * 100_000 + b"0\r\n\r\n"
-            assert (await stage.ask(small)).status == 200, "what chunks need by themselves does not count"
-            assert [request.body for request in stage.mocks[0].requests] == [b"xx", b"x" * 100_000]
-
-    run(main)
+    async with staged(respond_ok, max_header_bytes=20_000) as stage:
+        few = head + b"".join(chunks[:2]) + b"0\r\n\r\n"
+        assert (await stage.ask(few)).status == 200
+        client = await stage.connect()
+        client.send(head + b"".join(chunks) + b"1;" + b"e" * 900_000 + ends)
+        answer = await client.message()
+        assert (answer.status, answer.error["code"]) == (413, "payload_too_large")
+        assert "chunk extensions and trailers are over 20000 bytes" in answer.error["message"]
+        small = head + b"1\r\nx\r\n" * 100_000 + b"0\r\n\r\n"
+        assert (await stage.ask(small)).status == 200, "what chunks need by themselves does not count"
+        assert [request.body for request in stage.mocks[0].requests] == [b"xx", b"x" * 100_000]

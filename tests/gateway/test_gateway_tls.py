@@ -20,7 +20,9 @@ from midstream.http.tls import HANDSHAKE_S, server_tls, unverified_tls
 
 
 @pytest.mark.slow
-def test_a_handshake_that_does_not_end_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_handshake_that_does_not_end_is_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     cert, key = certificate(tmp_path)
     assert HANDSHAKE_S == 10.0
     monkeypatch.setattr("midstream.proxy.server.HANDSHAKE_S", 0.2)
@@ -28,54 +30,48 @@ def test_a_handshake_that_does_not_end_is_ended(tmp_path: Path, monkeypatch: pyt
     async def handler(request: Message, peer: Peer) -> None:
         peer.respond(request.body)
 
-    async def main() -> None:
-        async with staged(handler, tls_cert=cert, tls_key=key) as stage:
-            silent = await stage.connect()
-            # The beginning of a record.
-            silent.send(b"\x16\x03\x01")
-            assert await silent.closed() == b""
-
-    run(main)
+    async with staged(handler, tls_cert=cert, tls_key=key) as stage:
+        silent = await stage.connect()
+        # The beginning of a record.
+        silent.send(b"\x16\x03\x01")
+        assert await silent.closed() == b""
 
 
 @pytest.mark.slow
-def test_requests_streams_and_control_pass_over_tls_and_plain_http_does_not(tmp_path: Path) -> None:
+async def test_requests_streams_and_control_pass_over_tls_and_plain_http_does_not(tmp_path: Path) -> None:
     cert, key = certificate(tmp_path)
     trust = ssl.create_default_context(cafile=cert)
 
-    async def main() -> None:
-        async def handler(request: Message, peer: Peer) -> None:
-            if request.body == b"stream":
-                peer.start_stream()
-                for n in range(3):
-                    peer.chunk(b"data: %d\n\n" % n)
-                peer.end_stream()
-            else:
-                peer.respond(request.body)
+    async def handler(request: Message, peer: Peer) -> None:
+        if request.body == b"stream":
+            peer.start_stream()
+            for n in range(3):
+                peer.chunk(b"data: %d\n\n" % n)
+            peer.end_stream()
+        else:
+            peer.respond(request.body)
 
-        async with staged(handler, tls_cert=cert, tls_key=key) as stage:
-            reader, writer = await asyncio.open_connection(
-                "127.0.0.1", stage.port, ssl=trust, server_hostname="localhost"
-            )
-            client = Peer(reader, writer)
-            stage.peers.append(client)
-            body = b"x" * 300_000
-            client.send(post(body))
-            assert (await client.message()).body == body
-            client.send(post(b"stream"))
-            assert (await read_head(reader)).headers["transfer-encoding"] == "chunked"
-            chunks = [await read_chunk(reader) for _ in range(4)]
-            assert chunks == [b"data: 0\n\n", b"data: 1\n\n", b"data: 2\n\n", b""]
-            client.send(get("/health"))
-            assert b"deployments" in (await client.message()).body
-            client.send(b"nonsense\r\n\r\n")
-            assert (await client.message()).status == 400
-            assert await client.closed() == b""
-            plain = await stage.connect()
-            plain.send(get("/health"))
-            assert b"HTTP" not in await plain.closed()
-
-    run(main)
+    async with staged(handler, tls_cert=cert, tls_key=key) as stage:
+        reader, writer = await asyncio.open_connection(
+            "127.0.0.1", stage.port, ssl=trust, server_hostname="localhost"
+        )
+        client = Peer(reader, writer)
+        stage.peers.append(client)
+        body = b"x" * 300_000
+        client.send(post(body))
+        assert (await client.message()).body == body
+        client.send(post(b"stream"))
+        assert (await read_head(reader)).headers["transfer-encoding"] == "chunked"
+        chunks = [await read_chunk(reader) for _ in range(4)]
+        assert chunks == [b"data: 0\n\n", b"data: 1\n\n", b"data: 2\n\n", b""]
+        client.send(get("/health"))
+        assert b"deployments" in (await client.message()).body
+        client.send(b"nonsense\r\n\r\n")
+        assert (await client.message()).status == 400
+        assert await client.closed() == b""
+        plain = await stage.connect()
+        plain.send(get("/health"))
+        assert b"HTTP" not in await plain.closed()
 
 
 def test_a_certificate_that_cannot_be_used_says_which_and_why(tmp_path: Path) -> None:
@@ -92,23 +88,20 @@ def test_a_certificate_that_cannot_be_used_says_which_and_why(tmp_path: Path) ->
         server_tls("gateway", cert, key)
 
 
-def test_a_call_of_the_server_itself_takes_a_certificate_for_another_name(tmp_path: Path) -> None:
+async def test_a_call_of_the_server_itself_takes_a_certificate_for_another_name(tmp_path: Path) -> None:
     """The supervisor and the Tinker front call the gateway by an address that the certificate need not name."""
     cert, key = certificate(tmp_path)
 
     async def handler(request: Message, peer: Peer) -> None:
         peer.respond(request.body)
 
-    async def main() -> None:
-        async with staged(handler, tls_cert=cert, tls_key=key) as stage:
-            url = f"https://127.0.0.1:{stage.port}"
-            answer = await call(url, "GET", "/health", None, 10.0, tls=unverified_tls())
-            assert answer.status == 200
-            assert len(answer.read(dict[str, Any])["replicas"]) == 1
-            with pytest.raises(CallFailed, match="CERTIFICATE_VERIFY_FAILED"):
-                await call(url, "GET", "/health", None, 10.0, tls=ssl.create_default_context())
-
-    run(main)
+    async with staged(handler, tls_cert=cert, tls_key=key) as stage:
+        url = f"https://127.0.0.1:{stage.port}"
+        answer = await call(url, "GET", "/health", None, 10.0, tls=unverified_tls())
+        assert answer.status == 200
+        assert len(answer.read(dict[str, Any])["replicas"]) == 1
+        with pytest.raises(CallFailed, match="CERTIFICATE_VERIFY_FAILED"):
+            await call(url, "GET", "/health", None, 10.0, tls=ssl.create_default_context())
 
 
 class Door(asyncio.Protocol):
@@ -154,12 +147,9 @@ def test_a_replica_that_is_not_trusted_gets_no_token_and_is_said_once(
     assert "SECRET" not in caplog.text
 
 
-def test_an_https_url_is_never_called_in_the_clear() -> None:
-    async def main() -> None:
-        with pytest.raises(CallFailed, match="no certificates are given"):
-            await call("https://localhost:1", "GET", "/health", None, 1.0)
-
-    run(main)
+async def test_an_https_url_is_never_called_in_the_clear() -> None:
+    with pytest.raises(CallFailed, match="no certificates are given"):
+        await call("https://localhost:1", "GET", "/health", None, 1.0)
 
 
 def lines(caplog: pytest.LogCaptureFixture, text: str) -> list[logging.LogRecord]:

@@ -13,7 +13,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from gateway_harness import run
 from openapi_answers import SHOWN, is_of_front, misfit, resolved, the_document
 from test_access import world
 from test_scopes import routes_of, whole_front, whole_gateway
@@ -415,27 +414,24 @@ def test_a_signal_and_a_deployment_fit() -> None:
 # -- how it is served
 
 
-def test_everybody_gets_the_document_and_the_page_and_neither_is_a_rollout() -> None:
-    async def main() -> None:
-        async with world() as here:
-            answer = await here.ask(None, "GET", "/openapi.json")
-            assert answer.headers["content-type"] == "application/json"
-            assert json.loads(answer.body) == DOCUMENT
-            again = await here.ask(
-                None, "GET", "/openapi.json", headers=f"if-none-match: {answer.headers['etag']}\r\n"
-            )
-            assert (again.status, again.body) == (304, b"")
-            page = await here.ask(None, "GET", "/docs")
-            assert page.headers["content-type"].startswith("text/html")
-            asked = re.findall(r'(?:src|href)="([^"]+)"', page.body.decode())
-            assert {one.removeprefix("docs/") for one in asked} == {*DOCS_FILES, "data:,", "openapi.json"}
-            assert (await here.ask("full", "GET", "/docs/swagger-ui.LICENSE")).status == 404
-            assert (await here.ask(None, "POST", "/openapi.json", {})).status == 401
-            counted = here.stage.gateway.proxy.metrics.requests
-            assert sum(counted.values()) > 0
-            assert {path for path, _ in counted} <= NO_ROLLOUTS
-
-    run(main)
+async def test_everybody_gets_the_document_and_the_page_and_neither_is_a_rollout() -> None:
+    async with world() as here:
+        answer = await here.ask(None, "GET", "/openapi.json")
+        assert answer.headers["content-type"] == "application/json"
+        assert json.loads(answer.body) == DOCUMENT
+        again = await here.ask(
+            None, "GET", "/openapi.json", headers=f"if-none-match: {answer.headers['etag']}\r\n"
+        )
+        assert (again.status, again.body) == (304, b"")
+        page = await here.ask(None, "GET", "/docs")
+        assert page.headers["content-type"].startswith("text/html")
+        asked = re.findall(r'(?:src|href)="([^"]+)"', page.body.decode())
+        assert {one.removeprefix("docs/") for one in asked} == {*DOCS_FILES, "data:,", "openapi.json"}
+        assert (await here.ask("full", "GET", "/docs/swagger-ui.LICENSE")).status == 404
+        assert (await here.ask(None, "POST", "/openapi.json", {})).status == 401
+        counted = here.stage.gateway.proxy.metrics.requests
+        assert sum(counted.values()) > 0
+        assert {path for path, _ in counted} <= NO_ROLLOUTS
 
 
 def test_a_start_makes_no_document_and_making_it_takes_no_tokenizer() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import msgspec
 import pytest
-from gateway_harness import Message, Peer, get, post, run, staged
+from gateway_harness import Message, Peer, get, post, staged
 from openapi_answers import HELD, Checked, misfit, misfit_of_answer, the_document
 from starlette.applications import Starlette
 from starlette.responses import JSONResponse
@@ -148,21 +148,18 @@ def traced() -> Trace:
     return Trace([turn], rewards=[Reward(reward=1.0, created=2.0, metadata={"a": 1})])
 
 
-def test_a_trace_and_a_reward_are_as_they_are_told() -> None:
+async def test_a_trace_and_a_reward_are_as_they_are_told() -> None:
     async def replica(request: Message, peer: Peer) -> None:
         is_trace = request.start.split()[1] == "/replica/trace"
         answer = {"trace": traced()} if is_trace else RewardTaken(has=True, taken=True)
         peer.respond(msgspec.json.encode(answer))
 
-    async def main() -> None:
-        async with staged(replica) as stage:
-            for base in ("/v1/sessions/a", "/sessions/a"):
-                answer = await stage.ask(get(f"{base}/trace"))
-                assert json.loads(answer.body)["traces"][0]["turns"] == msgspec.to_builtins(traced().turns)
-                answer = await stage.ask(post(b'{"reward": 1, "turn": 1}', f"{base}/reward"))
-                assert json.loads(answer.body)["turn"] == 1
-                path = base.removesuffix("a") + "{key}"
-                assert HELD["GET", f"{path}/trace"]
-                assert HELD["POST", f"{path}/reward"]
-
-    run(main)
+    async with staged(replica) as stage:
+        for base in ("/v1/sessions/a", "/sessions/a"):
+            answer = await stage.ask(get(f"{base}/trace"))
+            assert json.loads(answer.body)["traces"][0]["turns"] == msgspec.to_builtins(traced().turns)
+            answer = await stage.ask(post(b'{"reward": 1, "turn": 1}', f"{base}/reward"))
+            assert json.loads(answer.body)["turn"] == 1
+            path = base.removesuffix("a") + "{key}"
+            assert HELD["GET", f"{path}/trace"]
+            assert HELD["POST", f"{path}/reward"]

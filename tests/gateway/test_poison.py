@@ -3,7 +3,7 @@
 import asyncio
 
 import pytest
-from gateway_harness import Message, Peer, Stage, post, respond_ok, run, staged
+from gateway_harness import Message, Peer, Stage, post, respond_ok, staged
 
 from midstream.proxy.poison import (
     ALL_MAX,
@@ -131,115 +131,97 @@ def only(stage: Stage, *numbers: int) -> None:
         view.replica.failures = 0
 
 
-def test_requests_that_die_together_may_be_sent_again_and_the_one_that_kills_alone_is_found() -> None:
-    async def main() -> None:
-        held = [Held() for _ in range(3)]
-        async with staged(*held) as stage:
-            only(stage, 0)
-            asked = [asyncio.create_task(stage.ask(post(body))) for body in (b"poison", b"innocent")]
-            await held[0].until(b"poison", b"innocent")
-            only(stage, 1)
-            held[0].die()
-            await held[1].until(b"poison", b"innocent")
-            held[1].die()
-            answers = [await task for task in asked]
-            assert [(a.status, a.headers["retry-after"]) for a in answers] == [(503, "1")] * 2
-            only(stage, 2)
-            again = [asyncio.create_task(stage.ask(post(body))) for body in (b"poison", b"innocent")]
-            await held[2].until(b"poison", b"innocent")
-            held[2].peers.pop(b"innocent").respond(b"fine")
-            assert (await again[1]).body == b"fine"
-            held[2].die()
-            assert (await again[0]).error["code"] == "request_lost_replicas"
-            assert (await stage.ask(post(b"poison"))).status == 422
-
-    run(main)
+async def test_requests_that_die_together_may_be_sent_again_and_the_one_that_kills_alone_is_found() -> None:
+    held = [Held() for _ in range(3)]
+    async with staged(*held) as stage:
+        only(stage, 0)
+        asked = [asyncio.create_task(stage.ask(post(body))) for body in (b"poison", b"innocent")]
+        await held[0].until(b"poison", b"innocent")
+        only(stage, 1)
+        held[0].die()
+        await held[1].until(b"poison", b"innocent")
+        held[1].die()
+        answers = [await task for task in asked]
+        assert [(a.status, a.headers["retry-after"]) for a in answers] == [(503, "1")] * 2
+        only(stage, 2)
+        again = [asyncio.create_task(stage.ask(post(body))) for body in (b"poison", b"innocent")]
+        await held[2].until(b"poison", b"innocent")
+        held[2].peers.pop(b"innocent").respond(b"fine")
+        assert (await again[1]).body == b"fine"
+        held[2].die()
+        assert (await again[0]).error["code"] == "request_lost_replicas"
+        assert (await stage.ask(post(b"poison"))).status == 422
 
 
-def test_a_large_request_that_silences_a_replica_is_not_shown_to_another_and_small_ones_are() -> None:
-    async def main() -> None:
-        silent, large = Held(), b"x" * LARGE_BYTES
-        async with staged(silent, respond_ok, unreachable_s=0.0) as stage:
-            only(stage, 0)
-            asked = [asyncio.create_task(stage.ask(post(body))) for body in (large, b"small")]
-            await silent.until(large, b"small")
-            only(stage, 1)
-            stage.views[0].replica.hear(None)
-            stage.gateway.proxy.check_replicas(asyncio.get_running_loop().time())
-            answers = [await task for task in asked]
-            assert [answer.status for answer in answers] == [422, 200]
-            assert [request.body for request in stage.mocks[1].requests] == [b"small"]
-            assert (await stage.ask(post(large))).status == 422
-            assert len(stage.mocks[1].requests) == 1
-
-    run(main)
+async def test_a_large_request_that_silences_a_replica_is_not_shown_to_another_and_small_ones_are() -> None:
+    silent, large = Held(), b"x" * LARGE_BYTES
+    async with staged(silent, respond_ok, unreachable_s=0.0) as stage:
+        only(stage, 0)
+        asked = [asyncio.create_task(stage.ask(post(body))) for body in (large, b"small")]
+        await silent.until(large, b"small")
+        only(stage, 1)
+        stage.views[0].replica.hear(None)
+        stage.gateway.proxy.check_replicas(asyncio.get_running_loop().time())
+        answers = [await task for task in asked]
+        assert [answer.status for answer in answers] == [422, 200]
+        assert [request.body for request in stage.mocks[1].requests] == [b"small"]
+        assert (await stage.ask(post(large))).status == 422
+        assert len(stage.mocks[1].requests) == 1
 
 
 @pytest.mark.parametrize(("header", "status"), [("x-midstream-lost: 1\r\n", 422), ("", 503)])
-def test_a_replica_whose_engine_was_lost_with_the_request_says_so(header: str, status: int) -> None:
-    async def main() -> None:
-        async def lost(request: Message, peer: Peer) -> None:
-            peer.respond(b'{"error": {}}', "503 Service Unavailable", header)
+async def test_a_replica_whose_engine_was_lost_with_the_request_says_so(header: str, status: int) -> None:
+    async def lost(request: Message, peer: Peer) -> None:
+        peer.respond(b'{"error": {}}', "503 Service Unavailable", header)
 
-        async with staged(lost, lost, lost) as stage:
-            answer = await stage.ask(post(b"poison"))
-            assert answer.status == status
-            assert not any(name.startswith("x-midstream-lost") for name in answer.headers)
-            assert sum(len(mock.requests) for mock in stage.mocks) == 2
-            assert (await stage.ask(post(b"poison"))).status == status
-
-    run(main)
+    async with staged(lost, lost, lost) as stage:
+        answer = await stage.ask(post(b"poison"))
+        assert answer.status == status
+        assert not any(name.startswith("x-midstream-lost") for name in answer.headers)
+        assert sum(len(mock.requests) for mock in stage.mocks) == 2
+        assert (await stage.ask(post(b"poison"))).status == status
 
 
-def test_a_request_that_is_answered_elsewhere_is_no_suspect_any_more() -> None:
-    async def main() -> None:
-        async def die(request: Message, peer: Peer) -> None:
-            peer.abort()
+async def test_a_request_that_is_answered_elsewhere_is_no_suspect_any_more() -> None:
+    async def die(request: Message, peer: Peer) -> None:
+        peer.abort()
 
-        async with staged(die, respond_ok) as stage:
-            only(stage, 0, 1)
-            for _ in range(4):
-                assert (await stage.ask(post(b"innocent"))).status == 200
-            assert repr(stage.gateway.proxy.suspects) == "Suspects(0 requests, 0 refused)"
-
-    run(main)
+    async with staged(die, respond_ok) as stage:
+        only(stage, 0, 1)
+        for _ in range(4):
+            assert (await stage.ask(post(b"innocent"))).status == 200
+        assert repr(stage.gateway.proxy.suspects) == "Suspects(0 requests, 0 refused)"
 
 
 @pytest.mark.parametrize("sizes", [(1, 2, 3), (3, 2, 1), (2, 2, 2)])
-def test_of_several_large_requests_on_a_replica_that_fell_silent_the_largest_alone_is_refused(
+async def test_of_several_large_requests_on_a_replica_that_fell_silent_the_largest_alone_is_refused(
     sizes: tuple[int, ...],
 ) -> None:
-    async def main() -> None:
-        silent = Held()
-        bodies = [bytes([65 + n]) * (LARGE_BYTES + size) for n, size in enumerate(sizes)]
-        async with staged(silent, respond_ok, unreachable_s=0.0) as stage:
-            only(stage, 0)
-            asked = [asyncio.create_task(stage.ask(post(body))) for body in bodies]
-            await silent.until(*bodies)
-            only(stage, 1)
-            stage.views[0].replica.hear(None)
-            stage.gateway.proxy.check_replicas(asyncio.get_running_loop().time())
-            largest = max(sizes) if sizes.count(max(sizes)) == 1 else None
-            wanted = [422 if size == largest else 200 for size in sizes]
-            assert [(await task).status for task in asked] == wanted
-
-    run(main)
+    silent = Held()
+    bodies = [bytes([65 + n]) * (LARGE_BYTES + size) for n, size in enumerate(sizes)]
+    async with staged(silent, respond_ok, unreachable_s=0.0) as stage:
+        only(stage, 0)
+        asked = [asyncio.create_task(stage.ask(post(body))) for body in bodies]
+        await silent.until(*bodies)
+        only(stage, 1)
+        stage.views[0].replica.hear(None)
+        stage.gateway.proxy.check_replicas(asyncio.get_running_loop().time())
+        largest = max(sizes) if sizes.count(max(sizes)) == 1 else None
+        wanted = [422 if size == largest else 200 for size in sizes]
+        assert [(await task).status for task in asked] == wanted
 
 
-def test_of_requests_that_were_each_lost_before_none_is_refused_for_being_told_last() -> None:
-    async def main() -> None:
-        held = [Held() for _ in range(3)]
-        async with staged(*held) as stage:
-            asked = []
-            for number, body in enumerate((b"one", b"two")):
-                only(stage, number)
-                asked.append(asyncio.create_task(stage.ask(post(body))))
-                await held[number].until(body)
-            only(stage, 2)
-            held[0].die()
-            held[1].die()
-            await held[2].until(b"one", b"two")
-            held[2].die()
-            assert [(await task).status for task in asked] == [503, 503]
-
-    run(main)
+async def test_of_requests_that_were_each_lost_before_none_is_refused_for_being_told_last() -> None:
+    held = [Held() for _ in range(3)]
+    async with staged(*held) as stage:
+        asked = []
+        for number, body in enumerate((b"one", b"two")):
+            only(stage, number)
+            asked.append(asyncio.create_task(stage.ask(post(body))))
+            await held[number].until(body)
+        only(stage, 2)
+        held[0].die()
+        held[1].die()
+        await held[2].until(b"one", b"two")
+        held[2].die()
+        assert [(await task).status for task in asked] == [503, 503]

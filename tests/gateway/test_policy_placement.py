@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import msgspec
-from gateway_harness import NAMES, Message, MockReplica, Peer, post, run
+from gateway_harness import NAMES, Message, MockReplica, Peer, post
 from msgspec import to_builtins
 from reports import replica_report
 from session_holders import until
@@ -218,58 +218,50 @@ async def passes(here: World, count: int = 5) -> None:
             await deployment.reconciler.reconcile_once()
 
 
-def test_with_room_for_all_every_replica_holds_every_policy(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with world(tmp_path, 4, 4) as here:
-            await until(lambda: all(set(one.held) == {"p0", "p1", "p2", "p3"} for one in here.made))
-            # One more than there is room for: what is loaded stays, and the newcomer is loaded on demand.
-            await here.policy("p4")
-            await passes(here)
-            assert here.where("p4") == []
-            before = [list(one.told) for one in here.made]
-            await here.served("p4")
-            assert len(here.where("p4")) == 1
-            told = [one.told[len(known) :] for one, known in zip(here.made, before, strict=True)]
-            assert sorted(map(len, told)) == [0, 1], "nobody is told of other policies"
-
-    run(main)
+async def test_with_room_for_all_every_replica_holds_every_policy(tmp_path: Path) -> None:
+    async with world(tmp_path, 4, 4) as here:
+        await until(lambda: all(set(one.held) == {"p0", "p1", "p2", "p3"} for one in here.made))
+        # One more than there is room for: what is loaded stays, and the newcomer is loaded on demand.
+        await here.policy("p4")
+        await passes(here)
+        assert here.where("p4") == []
+        before = [list(one.told) for one in here.made]
+        await here.served("p4")
+        assert len(here.where("p4")) == 1
+        told = [one.told[len(known) :] for one, known in zip(here.made, before, strict=True)]
+        assert sorted(map(len, told)) == [0, 1], "nobody is told of other policies"
 
 
-def test_a_request_loads_what_nobody_holds_on_one_replica_and_what_made_way_waits_for_demand(
+async def test_a_request_loads_what_nobody_holds_on_one_replica_and_what_made_way_waits_for_demand(
     tmp_path: Path,
 ) -> None:
-    async def main() -> None:
-        async with world(tmp_path, 1, 1) as here:
-            await passes(here)
-            assert [one.told for one in here.made] == [[], []]
-            for number in range(4):
-                assert [await here.served(f"p{number}")] == here.where(f"p{number}")
-            told = [list(one.told) for one in here.made]
-            assert sorted(told[0] + told[1]) == ["p0", "p1", "p2", "p3"]
-            await passes(here)
-            assert [one.told for one in here.made] == told, "no reconciler loads it again by itself"
-            assert sum(len(one.held) for one in here.made) == 2
-            # A publisher of what made way does not wait, and one of what was never loaded has it loaded.
-            gone = next(p for p in here.deployments.policies() if not here.where(p.policy))
-            await until(lambda: not gone.replicas.holders)
-            assert await shown(here, gone) == {"unloaded"}
-            status = read_status({"replicas": to_builtins(await rows_of(here, gone))})
-            assert status.serves(f"{gone.policy}-1")
-            assert not status.serves("another")
-            assert unloaded(gone.replicas) == ["replica-0", "replica-1"]
-            new = await here.policy("new")
-            assert await shown(here, new) == {"pending"}
-            new.replicas.ask()
-            await until(lambda: here.where("new") != [])
-            await until(
-                lambda: len(unloaded(new.replicas)) == 1 and any(v.usable for v in new.replicas.views)
-            )
-            assert await shown(here, new) == {"done"}
-            await here.served("p0")
-            at_rest = [d for d in here.deployments.policies() if not d.replicas.at_work]
-            assert len(at_rest) == 3
-
-    run(main)
+    async with world(tmp_path, 1, 1) as here:
+        await passes(here)
+        assert [one.told for one in here.made] == [[], []]
+        for number in range(4):
+            assert [await here.served(f"p{number}")] == here.where(f"p{number}")
+        told = [list(one.told) for one in here.made]
+        assert sorted(told[0] + told[1]) == ["p0", "p1", "p2", "p3"]
+        await passes(here)
+        assert [one.told for one in here.made] == told, "no reconciler loads it again by itself"
+        assert sum(len(one.held) for one in here.made) == 2
+        # A publisher of what made way does not wait, and one of what was never loaded has it loaded.
+        gone = next(p for p in here.deployments.policies() if not here.where(p.policy))
+        await until(lambda: not gone.replicas.holders)
+        assert await shown(here, gone) == {"unloaded"}
+        status = read_status({"replicas": to_builtins(await rows_of(here, gone))})
+        assert status.serves(f"{gone.policy}-1")
+        assert not status.serves("another")
+        assert unloaded(gone.replicas) == ["replica-0", "replica-1"]
+        new = await here.policy("new")
+        assert await shown(here, new) == {"pending"}
+        new.replicas.ask()
+        await until(lambda: here.where("new") != [])
+        await until(lambda: len(unloaded(new.replicas)) == 1 and any(v.usable for v in new.replicas.views))
+        assert await shown(here, new) == {"done"}
+        await here.served("p0")
+        at_rest = [d for d in here.deployments.policies() if not d.replicas.at_work]
+        assert len(at_rest) == 3
 
 
 async def rows_of(here: World, policy: Deployment) -> list[HotLoadRow]:
@@ -283,27 +275,24 @@ async def shown(here: World, policy: Deployment) -> set[str]:
     return {row.loading_state.stage for row in rows}
 
 
-def test_a_replica_that_gave_up_a_policy_since_its_report_refuses_and_the_client_sees_nothing(
+async def test_a_replica_that_gave_up_a_policy_since_its_report_refuses_and_the_client_sees_nothing(
     tmp_path: Path,
 ) -> None:
-    async def main() -> None:
-        async with world(tmp_path, 1) as here:
-            one = here.made[0]
-            await here.served("p0")
-            # It made way, and the report that says so is late.
-            one.claims = tuple(one.held.values())
-            del one.held["p0"]
-            asking = asyncio.create_task(here.served("p0"))
-            await until(lambda: len(one.mock.requests) > 0 and _refused(one) > 0)
-            one.claims = None
-            one.change()
-            assert await asking == "replica-0"
-            assert one.told.count("p0") == 2
-            view = here.replicas.views[0]
-            assert (view.replica.failures, view.report is not None, view.admitted) == (0, True, True)
-            assert not here.gateway.proxy.metrics.upstream_errors
-
-    run(main)
+    async with world(tmp_path, 1) as here:
+        one = here.made[0]
+        await here.served("p0")
+        # It made way, and the report that says so is late.
+        one.claims = tuple(one.held.values())
+        del one.held["p0"]
+        asking = asyncio.create_task(here.served("p0"))
+        await until(lambda: len(one.mock.requests) > 0 and _refused(one) > 0)
+        one.claims = None
+        one.change()
+        assert await asking == "replica-0"
+        assert one.told.count("p0") == 2
+        view = here.replicas.views[0]
+        assert (view.replica.failures, view.report is not None, view.admitted) == (0, True, True)
+        assert not here.gateway.proxy.metrics.upstream_errors
 
 
 def _refused(one: Holder) -> int:
@@ -311,34 +300,31 @@ def _refused(one: Holder) -> int:
     return len(asked) - 1
 
 
-def test_a_session_waits_for_its_policy_at_home(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with world(tmp_path, 1, 1) as here:
-            session = "x-session-id: s\r\n"
-            home = await here.served("p0", session)
-            other = next(one for one in here.made if one.name != home)
-            at_home = next(one for one in here.made if one.name == home)
-            # Its policy makes way at home and is loaded elsewhere.
-            at_home.evict("p0")
-            other.held["p0"] = _as_of(at_home, other, here)
-            other.change()
-            await until(lambda: here.deployments.policies()[0].replicas.views[other_index(other)].usable)
-            assert await here.served("p0") == other.name
-            assert await here.served("p0", session) == home
-            # When everything at home is in use, it goes to the other one this time.
-            at_home.evict("p0")
-            other.extra_load = 0
-            at_home.held["p1"] = PolicyReport(policy="p1", made=-1.0)
-            at_home.in_use.add("p1")
-            at_home.change()
-            await until(lambda: not _holds(here, home, "p0"))
-            assert await here.served("p0", session) == other.name
-            at_home.in_use.clear()
-            at_home.change()
-            await until(lambda: _idle(here, home) == 1)
-            assert await here.served("p0", session) == home, "its home has not changed"
-
-    run(main)
+async def test_a_session_waits_for_its_policy_at_home(tmp_path: Path) -> None:
+    async with world(tmp_path, 1, 1) as here:
+        session = "x-session-id: s\r\n"
+        home = await here.served("p0", session)
+        other = next(one for one in here.made if one.name != home)
+        at_home = next(one for one in here.made if one.name == home)
+        # Its policy makes way at home and is loaded elsewhere.
+        at_home.evict("p0")
+        other.held["p0"] = _as_of(at_home, other, here)
+        other.change()
+        await until(lambda: here.deployments.policies()[0].replicas.views[other_index(other)].usable)
+        assert await here.served("p0") == other.name
+        assert await here.served("p0", session) == home
+        # When everything at home is in use, it goes to the other one this time.
+        at_home.evict("p0")
+        other.extra_load = 0
+        at_home.held["p1"] = PolicyReport(policy="p1", made=-1.0)
+        at_home.in_use.add("p1")
+        at_home.change()
+        await until(lambda: not _holds(here, home, "p0"))
+        assert await here.served("p0", session) == other.name
+        at_home.in_use.clear()
+        at_home.change()
+        await until(lambda: _idle(here, home) == 1)
+        assert await here.served("p0", session) == home, "its home has not changed"
 
 
 def other_index(other: Holder) -> int:
@@ -374,112 +360,94 @@ def _idle(here: World, replica: str) -> int:
     return sum(one.in_flight == 0 for one in view.replica.heard.others)
 
 
-def test_a_busy_holder_is_relieved_by_another_and_requests_without_a_session_spread(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with world(tmp_path, 2, 2) as here:
-            first = await here.served("p0")
-            holder = next(one for one in here.made if one.name == first)
-            holder.extra_load = 30
-            holder.change()
-            view = here.replicas.named(holder.name)
-            await until(lambda: view is not None and view.replica.load == 30)
-            await here.served("p0")
-            await until(lambda: len(here.where("p0")) == 2)
-            other = next(one for one in here.made if one is not holder)
-            policy = here.deployments.policies()[0]
-            await until(lambda: policy.replicas.views[other_index(other)].usable)
-            assert await here.served("p0") == other.name
-            assert sum(one.told.count("p0") for one in here.made) == 2
-
-    run(main)
-
-
-def test_a_replica_without_room_refuses_and_another_one_is_asked(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with world(tmp_path, 1, 1) as here:
-            for one, policy in zip(here.made, ("p1", "p2"), strict=True):
-                # What it holds is in use, though its report does not say so.
-                one.held[policy] = PolicyReport(policy=policy, made=-1.0)
-                one.in_use.add(policy)
-                one.claims = tuple(one.held.values())
-                one.change()
-            await passes(here)
-            asking = asyncio.create_task(here.served("p0"))
-            await until(lambda: sum(one.told.count("p0") for one in here.made) > 0)
-            assert not asking.done()
-            free = here.made[1]
-            free.in_use.clear()
-            free.claims = None
-            here.made[0].claims = None
-            for one in here.made:
-                one.change()
-            assert await asking == "replica-1"
-            assert "p1" in here.made[0].held, "what is in use stays"
-
-    run(main)
+async def test_a_busy_holder_is_relieved_by_another_and_requests_without_a_session_spread(
+    tmp_path: Path,
+) -> None:
+    async with world(tmp_path, 2, 2) as here:
+        first = await here.served("p0")
+        holder = next(one for one in here.made if one.name == first)
+        holder.extra_load = 30
+        holder.change()
+        view = here.replicas.named(holder.name)
+        await until(lambda: view is not None and view.replica.load == 30)
+        await here.served("p0")
+        await until(lambda: len(here.where("p0")) == 2)
+        other = next(one for one in here.made if one is not holder)
+        policy = here.deployments.policies()[0]
+        await until(lambda: policy.replicas.views[other_index(other)].usable)
+        assert await here.served("p0") == other.name
+        assert sum(one.told.count("p0") for one in here.made) == 2
 
 
-def test_a_policy_that_fails_on_one_replica_is_tried_on_another(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with world(tmp_path, 2, 1) as here:
-            here.made[0].broken.add("p0")
-            assert await here.served("p0") == "replica-1"
-            assert here.made[0].held["p0"].stage is Stage.ERROR
-
-    run(main)
-
-
-def test_a_signal_loads_a_policy_that_nobody_holds(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with world(tmp_path, 1, 1) as here:
-            policy = here.deployments.policies()[0]
-            signal = Signal(identity="p0-2", url="file:///b/p0-2")
-            result = await here.ledger.signal(policy.name, signal)
-            policy.signalled(result.desired)
-            await until(
-                lambda: [one.held["p0"].snapshot for one in here.made if "p0" in one.held] == ["p0-2"]
-            )
-            await passes(here)
-            assert len(here.where("p0")) == 1
-            holder = next(one for one in here.made if "p0" in one.held)
-            await until(lambda: policy.order.position("p0-2") is not None)
-            # It reaches the one that holds it, too.
-            result = await here.ledger.signal(policy.name, Signal(identity="p0-3", url="file:///b/p0-3"))
-            policy.signalled(result.desired)
-            await until(lambda: holder.held["p0"].snapshot == "p0-3")
-
-    run(main)
+async def test_a_replica_without_room_refuses_and_another_one_is_asked(tmp_path: Path) -> None:
+    async with world(tmp_path, 1, 1) as here:
+        for one, policy in zip(here.made, ("p1", "p2"), strict=True):
+            # What it holds is in use, though its report does not say so.
+            one.held[policy] = PolicyReport(policy=policy, made=-1.0)
+            one.in_use.add(policy)
+            one.claims = tuple(one.held.values())
+            one.change()
+        await passes(here)
+        asking = asyncio.create_task(here.served("p0"))
+        await until(lambda: sum(one.told.count("p0") for one in here.made) > 0)
+        assert not asking.done()
+        free = here.made[1]
+        free.in_use.clear()
+        free.claims = None
+        here.made[0].claims = None
+        for one in here.made:
+            one.change()
+        assert await asking == "replica-1"
+        assert "p1" in here.made[0].held, "what is in use stays"
 
 
-def test_demand_for_a_policy_that_is_gone_disturbs_no_report() -> None:
-    async def main() -> None:
-        facts = DeploymentReplicas([("replica-0", "http://127.0.0.1:1")])
-        own, policies = ReplicaSet(facts), [ReplicaSet(facts, name, 1.0) for name in ("p", "q")]
-        [replica] = facts.members
-        replica.hear(replica_report(policies_max=0))
-        gone = policies[0]
-        assert gone.by_demand
-        gone.close()
-        # A request that waited looks again.
-        gone.ask()
-        replica.hear(replica_report(policies_max=0, in_flight=1))
-        assert own.views[0].report is not None
-
-    run(main)
+async def test_a_policy_that_fails_on_one_replica_is_tried_on_another(tmp_path: Path) -> None:
+    async with world(tmp_path, 2, 1) as here:
+        here.made[0].broken.add("p0")
+        assert await here.served("p0") == "replica-1"
+        assert here.made[0].held["p0"].stage is Stage.ERROR
 
 
-def test_a_policy_that_failed_its_check_stays_known_when_its_replica_refuses_requests() -> None:
-    async def main() -> None:
-        members = [(f"replica-{number}", f"http://127.0.0.1:{number + 1}") for number in range(2)]
-        facts = DeploymentReplicas(members)
-        policy = ReplicaSet(facts, "p", 1.0)
-        bad = PolicyReport(policy="p", made=1.0, snapshot="s", sound=False, error="differs")
-        first, second = facts.members
-        first.hear(replica_report(first.name, policies=(bad,)))
-        policy.mark_missing(policy.views[0])
-        second.hear(replica_report(second.name))
-        report = policy.views[0].report
-        assert report is not None
-        assert report.own == bad
+async def test_a_signal_loads_a_policy_that_nobody_holds(tmp_path: Path) -> None:
+    async with world(tmp_path, 1, 1) as here:
+        policy = here.deployments.policies()[0]
+        signal = Signal(identity="p0-2", url="file:///b/p0-2")
+        result = await here.ledger.signal(policy.name, signal)
+        policy.signalled(result.desired)
+        await until(lambda: [one.held["p0"].snapshot for one in here.made if "p0" in one.held] == ["p0-2"])
+        await passes(here)
+        assert len(here.where("p0")) == 1
+        holder = next(one for one in here.made if "p0" in one.held)
+        await until(lambda: policy.order.position("p0-2") is not None)
+        # It reaches the one that holds it, too.
+        result = await here.ledger.signal(policy.name, Signal(identity="p0-3", url="file:///b/p0-3"))
+        policy.signalled(result.desired)
+        await until(lambda: holder.held["p0"].snapshot == "p0-3")
 
-    run(main)
+
+async def test_demand_for_a_policy_that_is_gone_disturbs_no_report() -> None:
+    facts = DeploymentReplicas([("replica-0", "http://127.0.0.1:1")])
+    own, policies = ReplicaSet(facts), [ReplicaSet(facts, name, 1.0) for name in ("p", "q")]
+    [replica] = facts.members
+    replica.hear(replica_report(policies_max=0))
+    gone = policies[0]
+    assert gone.by_demand
+    gone.close()
+    # A request that waited looks again.
+    gone.ask()
+    replica.hear(replica_report(policies_max=0, in_flight=1))
+    assert own.views[0].report is not None
+
+
+async def test_a_policy_that_failed_its_check_stays_known_when_its_replica_refuses_requests() -> None:
+    members = [(f"replica-{number}", f"http://127.0.0.1:{number + 1}") for number in range(2)]
+    facts = DeploymentReplicas(members)
+    policy = ReplicaSet(facts, "p", 1.0)
+    bad = PolicyReport(policy="p", made=1.0, snapshot="s", sound=False, error="differs")
+    first, second = facts.members
+    first.hear(replica_report(first.name, policies=(bad,)))
+    policy.mark_missing(policy.views[0])
+    second.hear(replica_report(second.name))
+    report = policy.views[0].report
+    assert report is not None
+    assert report.own == bad

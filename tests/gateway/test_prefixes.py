@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 import pytest
-from gateway_harness import Message, Peer, Stage, post, respond_ok, run, staged
+from gateway_harness import Message, Peer, Stage, post, respond_ok, staged
 from session_holders import until
 
 from midstream.fleet import prefixes
@@ -134,89 +134,76 @@ async def ask(stage: Stage, body: bytes, headers: str = "") -> tuple[str, str]:
     return answer.headers["x-midstream-replica"], answer.headers["x-midstream-route-reason"]
 
 
-def test_turns_without_a_key_stay_together_and_bodies_pass_unchanged() -> None:
-    async def main() -> None:
-        async with staged(*[respond_ok] * 4) as stage:
-            for number in range(8):
-                turns = [text(f"question {number} ", 2000)]
-                replica, reason = await ask(stage, chat(*turns))
-                assert reason == "balanced"
-                for turn in range(5):
-                    turns.append(text(f"answer {number}.{turn} ", 600))
-                    body = chat(*turns)
-                    assert await ask(stage, body) == (replica, "prefix")
-                    mock = stage.mocks[int(replica[-1])]
-                    assert mock.requests[-1].body == body
-            assert [len(mock.requests) for mock in stage.mocks] == [12] * 4
-
-    run(main)
+async def test_turns_without_a_key_stay_together_and_bodies_pass_unchanged() -> None:
+    async with staged(*[respond_ok] * 4) as stage:
+        for number in range(8):
+            turns = [text(f"question {number} ", 2000)]
+            replica, reason = await ask(stage, chat(*turns))
+            assert reason == "balanced"
+            for turn in range(5):
+                turns.append(text(f"answer {number}.{turn} ", 600))
+                body = chat(*turns)
+                assert await ask(stage, body) == (replica, "prefix")
+                mock = stage.mocks[int(replica[-1])]
+                assert mock.requests[-1].body == body
+        assert [len(mock.requests) for mock in stage.mocks] == [12] * 4
 
 
-def test_a_key_wins_over_a_known_prompt_and_a_replica_that_is_gone_is_not_followed() -> None:
-    async def main() -> None:
-        async with staged(*[respond_ok] * 3) as stage:
-            body = chat(text("long ", 3000))
-            replica, _ = await ask(stage, body)
-            assert (await ask(stage, body, "x-session-id: s\r\n"))[1] == "new"
-            next(view for view in stage.views if view.name == replica).admitted = False
-            moved, reason = await ask(stage, body)
-            assert (moved != replica, reason) == (True, "balanced")
-            assert await ask(stage, body) == (moved, "prefix")
-
-    run(main)
+async def test_a_key_wins_over_a_known_prompt_and_a_replica_that_is_gone_is_not_followed() -> None:
+    async with staged(*[respond_ok] * 3) as stage:
+        body = chat(text("long ", 3000))
+        replica, _ = await ask(stage, body)
+        assert (await ask(stage, body, "x-session-id: s\r\n"))[1] == "new"
+        next(view for view in stage.views if view.name == replica).admitted = False
+        moved, reason = await ask(stage, body)
+        assert (moved != replica, reason) == (True, "balanced")
+        assert await ask(stage, body) == (moved, "prefix")
 
 
-def test_an_overloaded_replica_is_not_followed() -> None:
-    async def main() -> None:
-        async with staged(*[respond_ok] * 3) as stage:
-            body = chat(text("long ", 3000))
-            replica, _ = await ask(stage, body)
-            view = next(view for view in stage.views if view.name == replica)
-            view.replica.in_flight += 5
-            assert (await ask(stage, body))[1] == "balanced"
-            view.replica.in_flight -= 5
-
-    run(main)
+async def test_an_overloaded_replica_is_not_followed() -> None:
+    async with staged(*[respond_ok] * 3) as stage:
+        body = chat(text("long ", 3000))
+        replica, _ = await ask(stage, body)
+        view = next(view for view in stage.views if view.name == replica)
+        view.replica.in_flight += 5
+        assert (await ask(stage, body))[1] == "balanced"
+        view.replica.in_flight -= 5
 
 
-def test_following_can_be_switched_off() -> None:
-    async def main() -> None:
-        async with staged(*[respond_ok] * 3, follow_prefixes=False) as stage:
-            body = chat(text("long ", 3000))
-            reasons = [(await ask(stage, body))[1] for _ in range(3)]
-            assert reasons == ["balanced"] * 3
-            assert len(body) > FIRST_BOUND
-
-    run(main)
+async def test_following_can_be_switched_off() -> None:
+    async with staged(*[respond_ok] * 3, follow_prefixes=False) as stage:
+        body = chat(text("long ", 3000))
+        reasons = [(await ask(stage, body))[1] for _ in range(3)]
+        assert reasons == ["balanced"] * 3
+        assert len(body) > FIRST_BOUND
 
 
 @pytest.mark.parametrize(("size", "replicas"), [(8, 2), (8, 4), (16, 4), (16, 2)])
-def test_a_group_of_samples_of_one_prompt_spreads_over_replicas_by_load(size: int, replicas: int) -> None:
-    async def main() -> None:
-        async def held(request: Message, peer: Peer) -> None:
-            await over.wait()
-            await respond_ok(request, peer)
+async def test_a_group_of_samples_of_one_prompt_spreads_over_replicas_by_load(
+    size: int, replicas: int
+) -> None:
+    async def held(request: Message, peer: Peer) -> None:
+        await over.wait()
+        await respond_ok(request, peer)
 
-        over = asyncio.Event()
-        async with staged(*[held] * replicas) as stage:
+    over = asyncio.Event()
+    async with staged(*[held] * replicas) as stage:
 
-            def placed(count: int) -> bool:
-                return sum(stage.in_flight()) == count
+        def placed(count: int) -> bool:
+            return sum(stage.in_flight()) == count
 
-            body = chat(text("solve this ", 3000), n=1)
-            asked = []
-            for number in range(size):
-                asked.append(asyncio.create_task(ask(stage, body)))
-                await until(partial(placed, number + 1))
-            assert stage.in_flight() == [size // replicas] * replicas
-            over.set()
-            reasons = [reason for _, reason in await asyncio.gather(*asked)]
-            assert set(reasons) == {"balanced", "prefix"}
-            assert not stage.gateway.proxy.deployments.default.prefixes._running
-            turn = chat(text("solve this ", 3000), text("thinking ", 500), n=1)
-            assert (await ask(stage, turn))[1] == "prefix", "a later turn follows as before"
-
-    run(main)
+        body = chat(text("solve this ", 3000), n=1)
+        asked = []
+        for number in range(size):
+            asked.append(asyncio.create_task(ask(stage, body)))
+            await until(partial(placed, number + 1))
+        assert stage.in_flight() == [size // replicas] * replicas
+        over.set()
+        reasons = [reason for _, reason in await asyncio.gather(*asked)]
+        assert set(reasons) == {"balanced", "prefix"}
+        assert not stage.gateway.proxy.deployments.default.prefixes._running
+        turn = chat(text("solve this ", 3000), text("thinking ", 500), n=1)
+        assert (await ask(stage, turn))[1] == "prefix", "a later turn follows as before"
 
 
 # -- groups of sessions
@@ -261,7 +248,7 @@ def test_what_is_short_or_long_or_no_prompt_has_no_group(body: bytes) -> None:
     assert PrefixTable().group("", body) is None
 
 
-def test_sessions_of_one_prompt_go_to_one_replica_and_those_of_a_system_prompt_do_not() -> None:
+async def test_sessions_of_one_prompt_go_to_one_replica_and_those_of_a_system_prompt_do_not() -> None:
     system = text("the same for all ", 3000)
 
     async def placed(stage: Stage, key: str, task: str) -> str:
@@ -269,13 +256,10 @@ def test_sessions_of_one_prompt_go_to_one_replica_and_those_of_a_system_prompt_d
         assert (answer.status, answer.headers["x-midstream-route-reason"]) == (200, "new")
         return answer.headers["x-midstream-replica"]
 
-    async def main() -> None:
-        async with staged(*[respond_ok] * 4) as stage:
-            for task in ("one", "two", "three"):
-                group = {await placed(stage, f"{task}-{number}", task) for number in range(3)}
-                assert len(group) == 1, task
-            assert len({await placed(stage, f"alone-{number}", f"{number}") for number in range(16)}) == 4
-        async with staged(*[respond_ok] * 4, follow_prefixes=False) as stage:
-            assert len({await placed(stage, f"off-{number}", "one") for number in range(8)}) > 1
-
-    run(main)
+    async with staged(*[respond_ok] * 4) as stage:
+        for task in ("one", "two", "three"):
+            group = {await placed(stage, f"{task}-{number}", task) for number in range(3)}
+            assert len(group) == 1, task
+        assert len({await placed(stage, f"alone-{number}", f"{number}") for number in range(16)}) == 4
+    async with staged(*[respond_ok] * 4, follow_prefixes=False) as stage:
+        assert len({await placed(stage, f"off-{number}", "one") for number in range(8)}) > 1

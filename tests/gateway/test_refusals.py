@@ -8,7 +8,7 @@ from collections import Counter
 from typing import NamedTuple
 
 import pytest
-from gateway_harness import Handler, Message, Peer, Stage, post, respond_ok, run, staged
+from gateway_harness import Handler, Message, Peer, Stage, post, respond_ok, staged
 from reports import replica_report
 from test_resume import (
     BODY,
@@ -141,75 +141,65 @@ def test_what_is_no_refusal_is_the_clients_and_never_the_rest_of_a_stream() -> N
 
 
 @EACH
-def test_a_request_that_all_refuse_is_shown_to_so_many(reason: RequestEvent) -> None:
-    async def main() -> None:
-        async with staged(*[refusing(reason)] * REPLICAS) as stage:
-            said = await stage.ask(post(path=path(reason)))
-            assert (said.status, asked(stage)) == (CASES[reason].status, CASES[reason].asked)
-            suspects = int(reason is RequestEvent.ENGINE_LOST)
-            assert repr(stage.gateway.proxy.suspects) == f"Suspects({suspects} requests, {suspects} refused)"
-
-    run(main)
+async def test_a_request_that_all_refuse_is_shown_to_so_many(reason: RequestEvent) -> None:
+    async with staged(*[refusing(reason)] * REPLICAS) as stage:
+        said = await stage.ask(post(path=path(reason)))
+        assert (said.status, asked(stage)) == (CASES[reason].status, CASES[reason].asked)
+        suspects = int(reason is RequestEvent.ENGINE_LOST)
+        assert repr(stage.gateway.proxy.suspects) == f"Suspects({suspects} requests, {suspects} refused)"
 
 
 @EACH
 @pytest.mark.parametrize("known", [False, True])
-def test_a_request_that_one_replica_refuses_is_served_by_another_or_the_client_hears_why(
+async def test_a_request_that_one_replica_refuses_is_served_by_another_or_the_client_hears_why(
     reason: RequestEvent, known: bool
 ) -> None:
-    async def main() -> None:
-        async with staged(respond_ok, respond_ok, respond_ok) as stage:
-            headers = SESSION if known else ""
-            if known:
-                assert (await stage.ask(post(headers=headers))).status == 200
-            refuses = refusing(reason, 1)
-            for mock in stage.mocks:
-                mock.handler = refuses
-            before = asked(stage)
-            said = await stage.ask(post(path=path(reason), headers=headers))
-            wanted = CASES[reason].known if known else CASES[reason].once
-            assert said.status == wanted
-            assert asked(stage) - before == (2 if wanted == 200 else 1)
-            if wanted != 200:
-                assert said.error["message"] == ERRORS[reason].message
-            gone = sum(view.report is None for view in stage.views)
-            assert gone == int(reason in (RequestEvent.ENGINE_LOST, RequestEvent.OTHER_BOOT))
-
-    run(main)
+    async with staged(respond_ok, respond_ok, respond_ok) as stage:
+        headers = SESSION if known else ""
+        if known:
+            assert (await stage.ask(post(headers=headers))).status == 200
+        refuses = refusing(reason, 1)
+        for mock in stage.mocks:
+            mock.handler = refuses
+        before = asked(stage)
+        said = await stage.ask(post(path=path(reason), headers=headers))
+        wanted = CASES[reason].known if known else CASES[reason].once
+        assert said.status == wanted
+        assert asked(stage) - before == (2 if wanted == 200 else 1)
+        if wanted != 200:
+            assert said.error["message"] == ERRORS[reason].message
+        gone = sum(view.report is None for view in stage.views)
+        assert gone == int(reason in (RequestEvent.ENGINE_LOST, RequestEvent.OTHER_BOOT))
 
 
 @EACH
-def test_the_rest_of_a_stream_goes_on_at_another_replica_when_one_refuses_it(reason: RequestEvent) -> None:
-    async def main() -> None:
-        async def trouble(request: Message, peer: Peer) -> None:
-            refuse(reason, peer)
+async def test_the_rest_of_a_stream_goes_on_at_another_replica_when_one_refuses_it(
+    reason: RequestEvent,
+) -> None:
+    async def trouble(request: Message, peer: Peer) -> None:
+        refuse(reason, peer)
 
-        async with staged(*[troubled(trouble)] * 3) as stage:
-            events, complete = await answer(stage)
-            if CASES[reason].code == "engine_error":
-                assert (events, complete) == WHOLE
-                assert len(resumes(stage)) == 2
-            else:
-                assert (events[:-1], complete) == (numbers(0, 2), False)
-
-    run(main)
-
-
-@EACH
-def test_the_rest_of_a_stream_that_all_refuse_is_shown_to_so_many(reason: RequestEvent) -> None:
-    async def main() -> None:
-        async def trouble(request: Message, peer: Peer) -> None:
-            refuse(reason, peer)
-
-        async with staged(*[troubled(trouble, 99)] * REPLICAS) as stage:
-            events, complete = await answer(stage)
+    async with staged(*[troubled(trouble)] * 3) as stage:
+        events, complete = await answer(stage)
+        if CASES[reason].code == "engine_error":
+            assert (events, complete) == WHOLE
+            assert len(resumes(stage)) == 2
+        else:
             assert (events[:-1], complete) == (numbers(0, 2), False)
-            said = error(events, CASES[reason].code)
-            assert len(resumes(stage)) == CASES[reason].resumed
-            if CASES[reason].resumed == REST and reason is not RequestEvent.OTHER_BOOT:
-                assert ERRORS[reason].message in said
 
-    run(main)
+
+@EACH
+async def test_the_rest_of_a_stream_that_all_refuse_is_shown_to_so_many(reason: RequestEvent) -> None:
+    async def trouble(request: Message, peer: Peer) -> None:
+        refuse(reason, peer)
+
+    async with staged(*[troubled(trouble, 99)] * REPLICAS) as stage:
+        events, complete = await answer(stage)
+        assert (events[:-1], complete) == (numbers(0, 2), False)
+        said = error(events, CASES[reason].code)
+        assert len(resumes(stage)) == CASES[reason].resumed
+        if CASES[reason].resumed == REST and reason is not RequestEvent.OTHER_BOOT:
+            assert ERRORS[reason].message in said
 
 
 # -- engines that are lost
@@ -219,20 +209,17 @@ async def loses_its_engine(request: Message, peer: Peer) -> None:
     refuse(RequestEvent.ENGINE_LOST, peer)
 
 
-def test_a_stream_that_costs_an_engine_wherever_it_goes_on_costs_two_of_six() -> None:
-    async def main() -> None:
-        async with staged(*[troubled(loses_its_engine, 99)] * REPLICAS) as stage:
-            events, complete = await answer(stage)
-            assert (events[:-1], complete) == (numbers(0, 2), False)
-            error(events, "request_lost_replicas")
-            assert asked(stage) == 2
-            assert (await stage.ask(post(BODY))).status == 422
-            assert asked(stage) == 2
-
-    run(main)
+async def test_a_stream_that_costs_an_engine_wherever_it_goes_on_costs_two_of_six() -> None:
+    async with staged(*[troubled(loses_its_engine, 99)] * REPLICAS) as stage:
+        events, complete = await answer(stage)
+        assert (events[:-1], complete) == (numbers(0, 2), False)
+        error(events, "request_lost_replicas")
+        assert asked(stage) == 2
+        assert (await stage.ask(post(BODY))).status == 422
+        assert asked(stage) == 2
 
 
-def test_a_replica_that_gives_a_stream_up_is_not_lost_with_it() -> None:
+async def test_a_replica_that_gives_a_stream_up_is_not_lost_with_it() -> None:
     """Its weights failed their check under it. One engine that dies then makes no suspect of the stream."""
 
     async def gives_up(request: Message, peer: Peer) -> None:
@@ -241,103 +228,84 @@ def test_a_replica_that_gives_a_stream_up_is_not_lost_with_it() -> None:
         else:
             await losing(WRITES[0] + WRITES[1] + framed(given_up()))(request, peer)
 
-    async def main() -> None:
-        async with staged(*[gives_up] * 2) as stage:
-            events, complete = await answer(stage)
-            assert (events[:-1], complete) == (numbers(0, 2), False)
-            error(events, "engine_error")
-            assert repr(stage.gateway.proxy.suspects) == "Suspects(0 requests, 0 refused)"
-
-    run(main)
+    async with staged(*[gives_up] * 2) as stage:
+        events, complete = await answer(stage)
+        assert (events[:-1], complete) == (numbers(0, 2), False)
+        error(events, "engine_error")
+        assert repr(stage.gateway.proxy.suspects) == "Suspects(0 requests, 0 refused)"
 
 
-def test_the_rest_of_a_stream_that_was_given_up_is_asked_for_without_that_word() -> None:
-    async def main() -> None:
-        async with staged(*[losing(WRITES[0] + framed(given_up()), 1)] * 2) as stage:
-            assert await answer(stage) == WHOLE
-            (told,) = resumes(stage)
-            assert "given up" not in told["state"]
-
-    run(main)
+async def test_the_rest_of_a_stream_that_was_given_up_is_asked_for_without_that_word() -> None:
+    async with staged(*[losing(WRITES[0] + framed(given_up()), 1)] * 2) as stage:
+        assert await answer(stage) == WHOLE
+        (told,) = resumes(stage)
+        assert "given up" not in told["state"]
 
 
-def test_three_such_streams_at_once_cost_no_more_than_two_each() -> None:
-    async def main() -> None:
-        async with staged(*[troubled(loses_its_engine, 99)] * REPLICAS) as stage:
-            for ended in await asyncio.gather(*[answer(stage) for _ in range(3)]):
-                assert ended[1] is False
-            assert asked(stage) <= 6
-            assert max(Counter(told["lost"] for told in resumes(stage)).values()) <= 3
-
-    run(main)
+async def test_three_such_streams_at_once_cost_no_more_than_two_each() -> None:
+    async with staged(*[troubled(loses_its_engine, 99)] * REPLICAS) as stage:
+        for ended in await asyncio.gather(*[answer(stage) for _ in range(3)]):
+            assert ended[1] is False
+        assert asked(stage) <= 6
+        assert max(Counter(told["lost"] for told in resumes(stage)).values()) <= 3
 
 
-def test_an_engine_that_an_answer_says_is_gone_loses_its_sessions_at_once_and_no_client_sees_it() -> None:
-    async def main() -> None:
-        async with staged(respond_ok, respond_ok) as stage:
-            keys = [f"x-multi-turn-session-id: s{number}\r\n" for number in range(64)]
-            homes = [(await stage.ask(post(headers=key))).headers["x-midstream-replica"] for key in keys]
-            stage.mocks[0].handler = loses_its_engine
-            before = len(stage.mocks[0].requests)
-            first = keys[homes.index("replica-0")]
-            assert (await stage.ask(post(headers=first))).status == 200
-            again = await asyncio.gather(*[stage.ask(post(headers=key)) for key in keys])
-            assert [said.status for said in again] == [200] * len(keys)
-            assert {said.headers["x-midstream-replica"] for said in again} == {"replica-1"}
-            assert len(stage.mocks[0].requests) == before + 1, "nobody else is sent to an engine that is gone"
-            assert repr(stage.gateway.proxy.suspects) == "Suspects(0 requests, 0 refused)"
-
-    run(main)
-
-
-def test_sessions_under_which_an_engine_dies_are_all_served_elsewhere() -> None:
-    async def main() -> None:
-        async with staged(respond_ok, respond_ok) as stage:
-            keys = [f"x-multi-turn-session-id: s{number}\r\n" for number in range(64)]
-            homes = [(await stage.ask(post(headers=key))).headers["x-midstream-replica"] for key in keys]
-            here = homes.count("replica-0")
-            waiting = len(stage.mocks[0].requests) + here
-            dies = asyncio.Event()
-
-            async def dies_under_them(request: Message, peer: Peer) -> None:
-                await dies.wait()
-                refuse(RequestEvent.ENGINE_LOST, peer)
-
-            stage.mocks[0].handler = dies_under_them
-            bodies = [b'{"turn": %d}' % number for number in range(len(keys))]
-            asking = [
-                asyncio.create_task(stage.ask(post(body, headers=key)))
-                for body, key in zip(bodies, keys, strict=True)
-            ]
-            await stage.mocks[0].asked(waiting)
-            dies.set()
-            assert [(await one).status for one in asking] == [200] * len(keys)
-
-    run(main)
+async def test_an_engine_that_an_answer_says_is_gone_loses_its_sessions_at_once_and_no_client_sees_it() -> (
+    None
+):
+    async with staged(respond_ok, respond_ok) as stage:
+        keys = [f"x-multi-turn-session-id: s{number}\r\n" for number in range(64)]
+        homes = [(await stage.ask(post(headers=key))).headers["x-midstream-replica"] for key in keys]
+        stage.mocks[0].handler = loses_its_engine
+        before = len(stage.mocks[0].requests)
+        first = keys[homes.index("replica-0")]
+        assert (await stage.ask(post(headers=first))).status == 200
+        again = await asyncio.gather(*[stage.ask(post(headers=key)) for key in keys])
+        assert [said.status for said in again] == [200] * len(keys)
+        assert {said.headers["x-midstream-replica"] for said in again} == {"replica-1"}
+        assert len(stage.mocks[0].requests) == before + 1, "nobody else is sent to an engine that is gone"
+        assert repr(stage.gateway.proxy.suspects) == "Suspects(0 requests, 0 refused)"
 
 
-def test_a_late_word_of_an_engine_that_is_gone_does_not_take_the_next_boot() -> None:
-    async def main() -> None:
-        async with staged(respond_ok, respond_ok) as stage:
+async def test_sessions_under_which_an_engine_dies_are_all_served_elsewhere() -> None:
+    async with staged(respond_ok, respond_ok) as stage:
+        keys = [f"x-multi-turn-session-id: s{number}\r\n" for number in range(64)]
+        homes = [(await stage.ask(post(headers=key))).headers["x-midstream-replica"] for key in keys]
+        here = homes.count("replica-0")
+        waiting = len(stage.mocks[0].requests) + here
+        dies = asyncio.Event()
 
-            async def late(request: Message, peer: Peer) -> None:
-                stage.views[0].replica.hear(replica_report(replica="replica-0", boot="b2", ready=True))
-                stage.views[0].admitted = True
-                refuse(RequestEvent.ENGINE_LOST, peer)
+        async def dies_under_them(request: Message, peer: Peer) -> None:
+            await dies.wait()
+            refuse(RequestEvent.ENGINE_LOST, peer)
 
-            stage.mocks[0].handler = late
-            said = await stage.ask(post())
-            assert (said.status, said.headers["x-midstream-replica"]) == (200, "replica-1")
-            assert stage.views[0].usable
+        stage.mocks[0].handler = dies_under_them
+        bodies = [b'{"turn": %d}' % number for number in range(len(keys))]
+        asking = [
+            asyncio.create_task(stage.ask(post(body, headers=key)))
+            for body, key in zip(bodies, keys, strict=True)
+        ]
+        await stage.mocks[0].asked(waiting)
+        dies.set()
+        assert [(await one).status for one in asking] == [200] * len(keys)
 
-    run(main)
+
+async def test_a_late_word_of_an_engine_that_is_gone_does_not_take_the_next_boot() -> None:
+    async with staged(respond_ok, respond_ok) as stage:
+
+        async def late(request: Message, peer: Peer) -> None:
+            stage.views[0].replica.hear(replica_report(replica="replica-0", boot="b2", ready=True))
+            stage.views[0].admitted = True
+            refuse(RequestEvent.ENGINE_LOST, peer)
+
+        stage.mocks[0].handler = late
+        said = await stage.ask(post())
+        assert (said.status, said.headers["x-midstream-replica"]) == (200, "replica-1")
+        assert stage.views[0].usable
 
 
-def test_the_only_replicas_lost_engine_is_told_with_a_time_to_come_again() -> None:
-    async def main() -> None:
-        async with staged(loses_its_engine) as stage:
-            said = await stage.ask(post(headers=SESSION))
-            assert (said.status, said.headers["retry-after"]) == (503, "1")
-            assert "the engine of replica-0 stopped while it served this request" in said.error["message"]
-
-    run(main)
+async def test_the_only_replicas_lost_engine_is_told_with_a_time_to_come_again() -> None:
+    async with staged(loses_its_engine) as stage:
+        said = await stage.ask(post(headers=SESSION))
+        assert (said.status, said.headers["retry-after"]) == (503, "1")
+        assert "the engine of replica-0 stopped while it served this request" in said.error["message"]

@@ -188,313 +188,263 @@ def test_wherever_a_stream_breaks_its_client_gets_every_event_once() -> None:
     run(main)
 
 
-def test_a_stream_of_which_only_the_end_of_the_response_is_missing_is_ended() -> None:
-    async def main() -> None:
-        async with staged(*[losing(STREAM)] * 2) as stage:
-            assert await answer(stage) == WHOLE
-            assert resumes(stage) == []
-            assert await answer(stage) == WHOLE
-
-    run(main)
+async def test_a_stream_of_which_only_the_end_of_the_response_is_missing_is_ended() -> None:
+    async with staged(*[losing(STREAM)] * 2) as stage:
+        assert await answer(stage) == WHOLE
+        assert resumes(stage) == []
+        assert await answer(stage) == WHOLE
 
 
-def test_what_came_of_the_end_of_a_lost_response_is_not_written_behind_the_end() -> None:
+async def test_what_came_of_the_end_of_a_lost_response_is_not_written_behind_the_end() -> None:
     end = b"0\r\n\r\n"
 
-    async def main() -> None:
-        async with staged(*[losing(STREAM + end[:cut]) for cut in range(1, len(end))]) as stage:
-            for _ in stage.mocks:
-                client = await stage.connect()
-                client.send(post(BODY))
-                head = await read_head(client.reader)
-                while await read_chunk(client.reader):
-                    pass
-                client.send(post(BODY))
-                again = await read_head(client.reader)
-                assert (again.start, again.status) == (head.start, 200), "the next response begins at once"
-                client.writer.close()
-            assert resumes(stage) == []
-
-    run(main)
-
-
-def test_the_request_is_sent_on_as_it_came() -> None:
-    async def main() -> None:
-        async with staged(*[losing(WRITES[0])] * 2, replica_token="secret") as stage:
-            forged = "x-midstream-boot: b2\r\nx-midstream-resumable: 9\r\nx-midstream-placed: 1\r\nx-request-id: r7\r\n"
-            assert await answer(stage, SESSION + forged) == WHOLE
-            lost, other = (mock.requests[0] for mock in stage.mocks)
-            if "resume" in lost.start:
-                lost, other = other, lost
-            assert lost.headers["x-midstream-resumable"] == "1"
-            assert "x-midstream-resumable" not in other.headers
-            boots = {one.headers["x-midstream-boot"] for one in (lost, other)}
-            assert boots == {"boot of replica-0", "boot of replica-1"}, "each is asked for its own"
-            for name in ("x-request-id", "x-midstream-token", "x-midstream-session"):
-                assert other.headers[name] == lost.headers[name]
-            assert other.body.endswith(b',"body":' + BODY + b"}")
-            assert int(other.headers["x-midstream-placed"]) > int(lost.headers["x-midstream-placed"])
-
-    run(main)
-
-
-def test_a_session_lives_where_its_stream_was_resumed() -> None:
-    async def main() -> None:
-        async with staged(*[losing(WRITES[0])] * 3) as stage:
-            assert await answer(stage, SESSION) == WHOLE
-            [asked] = resumes(stage)
-            [there] = [
-                i for i, mock in enumerate(stage.mocks) if any("resume" in r.start for r in mock.requests)
-            ]
-            assert f"replica-{there}" != asked["lost"]
+    async with staged(*[losing(STREAM + end[:cut]) for cut in range(1, len(end))]) as stage:
+        for _ in stage.mocks:
             client = await stage.connect()
-            client.send(post(BODY, headers=SESSION))
+            client.send(post(BODY))
             head = await read_head(client.reader)
-            assert head.headers["x-midstream-replica"] == f"replica-{there}"
-            assert head.headers["x-midstream-route-reason"] == "sticky"
-
-    run(main)
-
-
-def test_one_that_refuses_is_followed_by_the_next_and_the_last_reason_is_told() -> None:
-    async def main() -> None:
-        async with staged(*[troubled(refuse)] * 3) as stage:
-            assert await answer(stage) == WHOLE
-            assert len(resumes(stage)) == 2
-        async with staged(*[troubled(refuse, 9)] * 2) as stage:
-            events, complete = await answer(stage)
-            assert (events[:-1], complete) == (numbers(0, 2), False)
-            assert error(events) == (
-                "replica-0 failed in the middle of the response and no other replica could continue it: not here"
-            )
-            assert sum(stage.metrics.cut_responses.values()) == 1
-
-    run(main)
+            while await read_chunk(client.reader):
+                pass
+            client.send(post(BODY))
+            again = await read_head(client.reader)
+            assert (again.start, again.status) == (head.start, 200), "the next response begins at once"
+            client.writer.close()
+        assert resumes(stage) == []
 
 
-def test_a_stream_is_shown_to_no_third_replica_but_an_unreachable_one_does_not_count() -> None:
-    async def main() -> None:
-        async with staged(*[troubled(reset)] * 3) as stage:
-            events, complete = await answer(stage)
-            assert (events[:-1], complete) == (numbers(0, 2), False)
-            assert error(events, "request_lost_replicas").startswith("replicas were lost while they")
-            assert sum(len(mock.requests) for mock in stage.mocks) == 2
-        async with staged(*[losing(WRITES[0])] * 4) as stage:
-            for mock in stage.mocks[1:3]:
-                mock.stop()
-            assert await answer(stage) == WHOLE
-            assert [len(mock.requests) for mock in stage.mocks] == [1, 0, 0, 1]
+async def test_the_request_is_sent_on_as_it_came() -> None:
+    async with staged(*[losing(WRITES[0])] * 2, replica_token="secret") as stage:
+        forged = "x-midstream-boot: b2\r\nx-midstream-resumable: 9\r\nx-midstream-placed: 1\r\nx-request-id: r7\r\n"
+        assert await answer(stage, SESSION + forged) == WHOLE
+        lost, other = (mock.requests[0] for mock in stage.mocks)
+        if "resume" in lost.start:
+            lost, other = other, lost
+        assert lost.headers["x-midstream-resumable"] == "1"
+        assert "x-midstream-resumable" not in other.headers
+        boots = {one.headers["x-midstream-boot"] for one in (lost, other)}
+        assert boots == {"boot of replica-0", "boot of replica-1"}, "each is asked for its own"
+        for name in ("x-request-id", "x-midstream-token", "x-midstream-session"):
+            assert other.headers[name] == lost.headers[name]
+        assert other.body.endswith(b',"body":' + BODY + b"}")
+        assert int(other.headers["x-midstream-placed"]) > int(lost.headers["x-midstream-placed"])
 
-    run(main)
+
+async def test_a_session_lives_where_its_stream_was_resumed() -> None:
+    async with staged(*[losing(WRITES[0])] * 3) as stage:
+        assert await answer(stage, SESSION) == WHOLE
+        [asked] = resumes(stage)
+        [there] = [i for i, mock in enumerate(stage.mocks) if any("resume" in r.start for r in mock.requests)]
+        assert f"replica-{there}" != asked["lost"]
+        client = await stage.connect()
+        client.send(post(BODY, headers=SESSION))
+        head = await read_head(client.reader)
+        assert head.headers["x-midstream-replica"] == f"replica-{there}"
+        assert head.headers["x-midstream-route-reason"] == "sticky"
+
+
+async def test_one_that_refuses_is_followed_by_the_next_and_the_last_reason_is_told() -> None:
+    async with staged(*[troubled(refuse)] * 3) as stage:
+        assert await answer(stage) == WHOLE
+        assert len(resumes(stage)) == 2
+    async with staged(*[troubled(refuse, 9)] * 2) as stage:
+        events, complete = await answer(stage)
+        assert (events[:-1], complete) == (numbers(0, 2), False)
+        assert error(events) == (
+            "replica-0 failed in the middle of the response and no other replica could continue it: not here"
+        )
+        assert sum(stage.metrics.cut_responses.values()) == 1
+
+
+async def test_a_stream_is_shown_to_no_third_replica_but_an_unreachable_one_does_not_count() -> None:
+    async with staged(*[troubled(reset)] * 3) as stage:
+        events, complete = await answer(stage)
+        assert (events[:-1], complete) == (numbers(0, 2), False)
+        assert error(events, "request_lost_replicas").startswith("replicas were lost while they")
+        assert sum(len(mock.requests) for mock in stage.mocks) == 2
+    async with staged(*[losing(WRITES[0])] * 4) as stage:
+        for mock in stage.mocks[1:3]:
+            mock.stop()
+        assert await answer(stage) == WHOLE
+        assert [len(mock.requests) for mock in stage.mocks] == [1, 0, 0, 1]
 
 
 @pytest.mark.parametrize("inside", [True, False])
-def test_a_stream_that_is_lost_again_after_it_was_resumed_is_seen_to_be_short(inside: bool) -> None:
-    async def main() -> None:
-        async def dying(request: Message, peer: Peer) -> None:
-            if "resume" in request.start:
-                begin(peer, "")
-                peer.chunk(b'data: {"n":1}\n\n')
-                peer.send(b"10\r\ndata:" if inside else b"")
-                await die(peer)
-            else:
-                await losing(WRITES[0])(request, peer)
-
-        async with staged(dying, dying, dying) as stage:
-            events, complete = await answer(stage)
-            assert (events[:2], complete) == (numbers(0, 2), False)
-            if not inside:
-                assert "replicas were lost" in error(events, "request_lost_replicas")
-            assert len(resumes(stage)) == 1
-
-    run(main)
-
-
-def test_a_pooled_connection_that_went_stale_is_no_loss() -> None:
-    async def main() -> None:
-        calls: list[str] = []
-
-        async def handler(request: Message, peer: Peer) -> None:
-            calls.append(request.start.split()[1])
-            if calls[-1] == "/replica/resume" and calls.count(calls[-1]) == 1:
-                # As an idle connection is lost just when it is used.
-                peer.abort()
-            elif calls[-1] == "/replica/resume":
-                go_on(request, peer)
-            elif request.body == b"{}":
-                peer.respond()
-            else:
-                await losing(WRITES[0])(request, peer)
-
-        async with staged(handler, handler) as stage:
-            for _ in range(2):
-                assert (await stage.ask(post())).status == 200
-            assert await answer(stage) == WHOLE
-            assert stage.metrics.retries["stale_connection"] == 1
-
-    run(main)
-
-
-def test_off_any_and_what_nobody_knows() -> None:
-    async def main() -> None:
-        async with staged(*[losing(WRITES[0])] * 2) as stage:
-            events, complete = await answer(stage, "x-midstream-failover: off\r\n")
-            assert (events[:-1], complete) == (numbers(0, 1), False)
-            assert error(events) == "replica-0 failed in the middle of the response"
-            assert "x-midstream-resumable" not in stage.mocks[0].requests[0].headers
-            assert await answer(stage, "X-Midstream-Failover: Any\r\n") == WHOLE
-            assert [asked["exact"] for asked in resumes(stage)] == [False]
-            refused = await stage.ask(post(BODY, headers="x-midstream-failover: maybe\r\n"))
-            assert (refused.status, refused.error["param"]) == (400, "x-midstream-failover")
-            await stage.ask(post(b"{}", path="/health", headers="x-midstream-failover: maybe\r\n"))
-
-    run(main)
-
-
-def test_only_replicas_of_the_streams_snapshot_are_asked_unless_any_will_do() -> None:
-    async def main() -> None:
-        async with staged(*[losing(WRITES[0])] * 3) as stage:
-            for view in stage.views[1:]:
-                assert view.report is not None
-                view.report = changed(view.report, snapshot="step-2")
-            events, _ = await answer(stage)
-            assert error(events).endswith("no other replica serves snapshot 'base' now")
-            assert resumes(stage) == []
-            assert (await answer(stage, "x-midstream-failover: any\r\n"))[1]
-        swapped = framed(b': m {"c":0,"t":[1],"s":"b","kv":[["base",0,4],["b",4,5]]}\n\ndata: {"n":1}\n\n')
-        async with staged(*[losing(WRITES[0] + swapped)] * 2) as stage:
-            events, _ = await answer(stage)
-            assert "swap" in error(events)
-            assert resumes(stage) == []
-
-    run(main)
-
-
-def test_a_replica_that_falls_silent_is_given_up_and_its_stream_goes_on() -> None:
-    async def main() -> None:
-        async def handler(request: Message, peer: Peer) -> None:
-            if "resume" in request.start:
-                go_on(request, peer)
-            else:
-                begin(peer)
-                peer.send(WRITES[0] + WRITES[1][:-3])
-                # Which is how a stopped process looks.
-                await peer.closed()
-
-        async with staged(handler, handler, unreachable_s=0.0) as stage:
-            asked = asyncio.create_task(answer(stage))
-            await stage.mocks[0].asked(1)
-            [request] = stage.gateway.proxy.upstream(stage.views[0].replica).requests
-            # Turns of the loop.
-            for _ in range(1000):
-                if request.answered:
-                    break
-                await asyncio.sleep(0)
-            request.give_up("nothing was heard of it")
-            assert await asked == WHOLE
-
-    run(main)
-
-
-def test_a_client_that_leaves_while_its_stream_is_resumed_leaves_the_other_replica_too() -> None:
-    async def main() -> None:
-        asked, left = asyncio.Event(), asyncio.Event()
-
-        async def handler(request: Message, peer: Peer) -> None:
-            if "/replica/resume" in request.start:
-                asked.set()
-                await peer.closed()
-                left.set()
-            else:
-                await losing(WRITES[0])(request, peer)
-
-        async with staged(*[handler] * 3) as stage:
-            client = await stage.connect()
-            client.send(post(BODY, headers=SESSION))
-            await asked.wait()
-            client.abort()
-            await left.wait()
-            assert stage.in_flight() == [0, 0, 0]
-            assert sum(len(mock.requests) for mock in stage.mocks) == 2, "the third is not asked"
-
-    run(main)
-
-
-def test_a_reset_between_two_reads_of_the_client_costs_no_event() -> None:
-    async def main() -> None:
-        had = asyncio.Event()
-
-        async def handler(request: Message, peer: Peer) -> None:
-            if "resume" in request.start:
-                go_on(request, peer)
-                return
-            begin(peer)
-            peer.send(WRITES[0] + WRITES[1] + WRITES[2][:7])
-            await had.wait()
-            peer.abort()
-
-        async with staged(handler, handler) as stage:
-            client = await stage.connect()
-            client.send(post(BODY))
-            await read_head(client.reader)
-            got = [await read_chunk(client.reader) for _ in range(2)]
-            assert got == [write(0), write(1)]
-            had.set()
-            while got[-1]:
-                got.append(await read_chunk(client.reader))
-            assert b"".join(got[2:]) == b"".join(b'data: {"n":%d}\n\n' % n for n in range(2, EVENTS)) + DONE
-            [asked] = resumes(stage)
-            assert asked["state"].endswith("\n0:101")
-
-    run(main)
-
-
-def test_the_clients_connection_serves_on_after_a_stream_was_resumed() -> None:
-    async def main() -> None:
-        async with staged(*[losing(WRITES[0] + WRITES[1][:5])] * 2) as stage:
-            client = await stage.connect()
-            for _ in range(3):
-                client.send(post(BODY))
-                message = await client.message()
-                assert re.findall(rb"(?m)^data: (.*)$", message.body) == [
-                    *(b'{"n":%d}' % n for n in range(EVENTS)), b"[DONE]",
-                ]  # fmt: skip
-            assert stage.metrics.retries["resumed"] == 3
-
-    run(main)
-
-
-def test_a_slow_replica_keeps_its_stream() -> None:
-    async def main() -> None:
-        async def handler(request: Message, peer: Peer) -> None:
-            begin(peer)
-            for byte in STREAM:
-                peer.send(bytes([byte]))
-                await asyncio.sleep(0)
-            peer.end_stream()
-
-        async with staged(handler, handler) as stage:
-            assert await answer(stage) == WHOLE
-            assert stage.metrics.retries == {}
-            assert sum(len(mock.requests) for mock in stage.mocks) == 1
-
-    run(main)
-
-
-def test_streams_that_tell_nothing_and_plain_responses_are_as_before() -> None:
-    async def main() -> None:
-        async def handler(request: Message, peer: Peer) -> None:
+async def test_a_stream_that_is_lost_again_after_it_was_resumed_is_seen_to_be_short(inside: bool) -> None:
+    async def dying(request: Message, peer: Peer) -> None:
+        if "resume" in request.start:
             begin(peer, "")
-            peer.chunk(b'data: {"n":0}\n\n')
+            peer.chunk(b'data: {"n":1}\n\n')
+            peer.send(b"10\r\ndata:" if inside else b"")
             await die(peer)
+        else:
+            await losing(WRITES[0])(request, peer)
 
-        async with staged(handler, handler) as stage:
-            events, complete = await answer(stage)
-            assert (events[:-1], complete) == (numbers(0, 1), False)
-            assert error(events) == "replica-0 failed in the middle of the response"
-            assert resumes(stage) == []
+    async with staged(dying, dying, dying) as stage:
+        events, complete = await answer(stage)
+        assert (events[:2], complete) == (numbers(0, 2), False)
+        if not inside:
+            assert "replicas were lost" in error(events, "request_lost_replicas")
+        assert len(resumes(stage)) == 1
 
-    run(main)
+
+async def test_a_pooled_connection_that_went_stale_is_no_loss() -> None:
+    calls: list[str] = []
+
+    async def handler(request: Message, peer: Peer) -> None:
+        calls.append(request.start.split()[1])
+        if calls[-1] == "/replica/resume" and calls.count(calls[-1]) == 1:
+            # As an idle connection is lost just when it is used.
+            peer.abort()
+        elif calls[-1] == "/replica/resume":
+            go_on(request, peer)
+        elif request.body == b"{}":
+            peer.respond()
+        else:
+            await losing(WRITES[0])(request, peer)
+
+    async with staged(handler, handler) as stage:
+        for _ in range(2):
+            assert (await stage.ask(post())).status == 200
+        assert await answer(stage) == WHOLE
+        assert stage.metrics.retries["stale_connection"] == 1
+
+
+async def test_off_any_and_what_nobody_knows() -> None:
+    async with staged(*[losing(WRITES[0])] * 2) as stage:
+        events, complete = await answer(stage, "x-midstream-failover: off\r\n")
+        assert (events[:-1], complete) == (numbers(0, 1), False)
+        assert error(events) == "replica-0 failed in the middle of the response"
+        assert "x-midstream-resumable" not in stage.mocks[0].requests[0].headers
+        assert await answer(stage, "X-Midstream-Failover: Any\r\n") == WHOLE
+        assert [asked["exact"] for asked in resumes(stage)] == [False]
+        refused = await stage.ask(post(BODY, headers="x-midstream-failover: maybe\r\n"))
+        assert (refused.status, refused.error["param"]) == (400, "x-midstream-failover")
+        await stage.ask(post(b"{}", path="/health", headers="x-midstream-failover: maybe\r\n"))
+
+
+async def test_only_replicas_of_the_streams_snapshot_are_asked_unless_any_will_do() -> None:
+    async with staged(*[losing(WRITES[0])] * 3) as stage:
+        for view in stage.views[1:]:
+            assert view.report is not None
+            view.report = changed(view.report, snapshot="step-2")
+        events, _ = await answer(stage)
+        assert error(events).endswith("no other replica serves snapshot 'base' now")
+        assert resumes(stage) == []
+        assert (await answer(stage, "x-midstream-failover: any\r\n"))[1]
+    swapped = framed(b': m {"c":0,"t":[1],"s":"b","kv":[["base",0,4],["b",4,5]]}\n\ndata: {"n":1}\n\n')
+    async with staged(*[losing(WRITES[0] + swapped)] * 2) as stage:
+        events, _ = await answer(stage)
+        assert "swap" in error(events)
+        assert resumes(stage) == []
+
+
+async def test_a_replica_that_falls_silent_is_given_up_and_its_stream_goes_on() -> None:
+    async def handler(request: Message, peer: Peer) -> None:
+        if "resume" in request.start:
+            go_on(request, peer)
+        else:
+            begin(peer)
+            peer.send(WRITES[0] + WRITES[1][:-3])
+            # Which is how a stopped process looks.
+            await peer.closed()
+
+    async with staged(handler, handler, unreachable_s=0.0) as stage:
+        asked = asyncio.create_task(answer(stage))
+        await stage.mocks[0].asked(1)
+        [request] = stage.gateway.proxy.upstream(stage.views[0].replica).requests
+        # Turns of the loop.
+        for _ in range(1000):
+            if request.answered:
+                break
+            await asyncio.sleep(0)
+        request.give_up("nothing was heard of it")
+        assert await asked == WHOLE
+
+
+async def test_a_client_that_leaves_while_its_stream_is_resumed_leaves_the_other_replica_too() -> None:
+    asked, left = asyncio.Event(), asyncio.Event()
+
+    async def handler(request: Message, peer: Peer) -> None:
+        if "/replica/resume" in request.start:
+            asked.set()
+            await peer.closed()
+            left.set()
+        else:
+            await losing(WRITES[0])(request, peer)
+
+    async with staged(*[handler] * 3) as stage:
+        client = await stage.connect()
+        client.send(post(BODY, headers=SESSION))
+        await asked.wait()
+        client.abort()
+        await left.wait()
+        assert stage.in_flight() == [0, 0, 0]
+        assert sum(len(mock.requests) for mock in stage.mocks) == 2, "the third is not asked"
+
+
+async def test_a_reset_between_two_reads_of_the_client_costs_no_event() -> None:
+    had = asyncio.Event()
+
+    async def handler(request: Message, peer: Peer) -> None:
+        if "resume" in request.start:
+            go_on(request, peer)
+            return
+        begin(peer)
+        peer.send(WRITES[0] + WRITES[1] + WRITES[2][:7])
+        await had.wait()
+        peer.abort()
+
+    async with staged(handler, handler) as stage:
+        client = await stage.connect()
+        client.send(post(BODY))
+        await read_head(client.reader)
+        got = [await read_chunk(client.reader) for _ in range(2)]
+        assert got == [write(0), write(1)]
+        had.set()
+        while got[-1]:
+            got.append(await read_chunk(client.reader))
+        assert b"".join(got[2:]) == b"".join(b'data: {"n":%d}\n\n' % n for n in range(2, EVENTS)) + DONE
+        [asked] = resumes(stage)
+        assert asked["state"].endswith("\n0:101")
+
+
+async def test_the_clients_connection_serves_on_after_a_stream_was_resumed() -> None:
+    async with staged(*[losing(WRITES[0] + WRITES[1][:5])] * 2) as stage:
+        client = await stage.connect()
+        for _ in range(3):
+            client.send(post(BODY))
+            message = await client.message()
+            assert re.findall(rb"(?m)^data: (.*)$", message.body) == [
+                *(b'{"n":%d}' % n for n in range(EVENTS)), b"[DONE]",
+            ]  # fmt: skip
+        assert stage.metrics.retries["resumed"] == 3
+
+
+async def test_a_slow_replica_keeps_its_stream() -> None:
+    async def handler(request: Message, peer: Peer) -> None:
+        begin(peer)
+        for byte in STREAM:
+            peer.send(bytes([byte]))
+            await asyncio.sleep(0)
+        peer.end_stream()
+
+    async with staged(handler, handler) as stage:
+        assert await answer(stage) == WHOLE
+        assert stage.metrics.retries == {}
+        assert sum(len(mock.requests) for mock in stage.mocks) == 1
+
+
+async def test_streams_that_tell_nothing_and_plain_responses_are_as_before() -> None:
+    async def handler(request: Message, peer: Peer) -> None:
+        begin(peer, "")
+        peer.chunk(b'data: {"n":0}\n\n')
+        await die(peer)
+
+    async with staged(handler, handler) as stage:
+        events, complete = await answer(stage)
+        assert (events[:-1], complete) == (numbers(0, 1), False)
+        assert error(events) == "replica-0 failed in the middle of the response"
+        assert resumes(stage) == []
 
 
 def test_what_passes_is_whole_chunks_and_what_they_tell_is_kept() -> None:
@@ -546,39 +496,36 @@ def test_what_a_stream_tells_is_kept_up_to_a_bound(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("mode", ["exact", "any"])
 @pytest.mark.parametrize("there", ["base", "v1", "v1 beside base"])
-def test_a_stream_that_is_pinned_goes_on_only_where_its_snapshot_serves_or_stays(
+async def test_a_stream_that_is_pinned_goes_on_only_where_its_snapshot_serves_or_stays(
     mode: str, there: str
 ) -> None:
-    async def main() -> None:
-        placed = asyncio.Event()
+    placed = asyncio.Event()
 
-        async def handler(request: Message, peer: Peer) -> None:
-            await placed.wait()
-            await losing(WRITES[0] + WRITES[1])(request, peer)
+    async def handler(request: Message, peer: Peer) -> None:
+        await placed.wait()
+        await losing(WRITES[0] + WRITES[1])(request, peer)
 
-        async with staged(handler, handler) as stage:
-            second = stage.views[1].report
-            assert second is not None
-            constraint = f"x-midstream-snapshot: base\r\nx-midstream-failover: {mode}\r\n"
-            stage.views[1].report = changed(second, snapshot="elsewhere")
-            client = asyncio.create_task(answer(stage, constraint + "x-midstream-min-snapshot: base\r\n"))
-            await stage.mocks[0].asked(1)
-            serving, _, resident = there.partition(" beside ")
-            stays = tuple(resident.split())
-            stage.views[1].report = changed(second, snapshot=serving, resident=stays)
-            placed.set()
-            events, complete = await client
-            if there != "v1":
-                assert (events, complete) == WHOLE
-                (resume,) = [r for r in stage.mocks[1].requests if "/replica/resume" in r.start]
-                told = json.loads(resume.headers["x-midstream-admitted"])
-                assert told == {"snapshot": "base", "pinned": True, "body": True}
-            else:
-                assert (events[:2], complete) == (numbers(0, 2), False)
-                assert "no other replica could continue it" in error(events)
-                assert resumes(stage) == []
-
-    run(main)
+    async with staged(handler, handler) as stage:
+        second = stage.views[1].report
+        assert second is not None
+        constraint = f"x-midstream-snapshot: base\r\nx-midstream-failover: {mode}\r\n"
+        stage.views[1].report = changed(second, snapshot="elsewhere")
+        client = asyncio.create_task(answer(stage, constraint + "x-midstream-min-snapshot: base\r\n"))
+        await stage.mocks[0].asked(1)
+        serving, _, resident = there.partition(" beside ")
+        stays = tuple(resident.split())
+        stage.views[1].report = changed(second, snapshot=serving, resident=stays)
+        placed.set()
+        events, complete = await client
+        if there != "v1":
+            assert (events, complete) == WHOLE
+            (resume,) = [r for r in stage.mocks[1].requests if "/replica/resume" in r.start]
+            told = json.loads(resume.headers["x-midstream-admitted"])
+            assert told == {"snapshot": "base", "pinned": True, "body": True}
+        else:
+            assert (events[:2], complete) == (numbers(0, 2), False)
+            assert "no other replica could continue it" in error(events)
+            assert resumes(stage) == []
 
 
 OVER = f': m {OPENING}\n: m {{"c":0,"t":[9],"s":"v1","kv":[["v1",0,4]],"over":true}}\n\ndata: {{"n":0}}\n\n'.encode()
@@ -586,35 +533,32 @@ OVER = f': m {OPENING}\n: m {{"c":0,"t":[9],"s":"v1","kv":[["v1",0,4]],"over":tr
 
 @pytest.mark.parametrize("there", ["base", "v1"])
 @pytest.mark.parametrize("came", [WRITES[0][:9], framed(OVER)], ids=["no event", "only what is over"])
-def test_a_stream_with_nothing_computed_of_what_is_left_is_judged_anew(came: bytes, there: str) -> None:
-    async def main() -> None:
-        placed = asyncio.Event()
+async def test_a_stream_with_nothing_computed_of_what_is_left_is_judged_anew(came: bytes, there: str) -> None:
+    placed = asyncio.Event()
 
-        async def broken(request: Message, peer: Peer) -> None:
-            await placed.wait()
-            begin(peer)
-            peer.send(came)
-            await die(peer)
+    async def broken(request: Message, peer: Peer) -> None:
+        await placed.wait()
+        begin(peer)
+        peer.send(came)
+        await die(peer)
 
-        async with staged(broken, losing(b"", times=0)) as stage:
-            stage.gateway.proxy.deployments.default.order.learn([Signalled("v1", 1, True)])
-            first, second = (view.report for view in stage.views)
-            assert first is not None
-            assert second is not None
-            stage.views[0].report = changed(first, snapshot="v1")
-            constraint = "x-midstream-min-snapshot: v1\r\nx-midstream-snapshot-wait: 0\r\n"
-            client = asyncio.create_task(answer(stage, constraint))
-            await stage.mocks[0].asked(1)
-            stage.views[1].report = changed(second, snapshot=there)
-            placed.set()
-            events, complete = await client
-            if there == "v1":
-                assert (events, complete) == WHOLE
-                told = json.loads(stage.mocks[1].requests[0].headers["x-midstream-admitted"])
-                assert told["snapshot"] == "v1"
-            else:
-                assert (events[:-1], complete) == (numbers(0, came.count(b"data")), False)
-                assert "no replica can take the request now" in error(events)
-                assert stage.mocks[1].requests == []
-
-    run(main)
+    async with staged(broken, losing(b"", times=0)) as stage:
+        stage.gateway.proxy.deployments.default.order.learn([Signalled("v1", 1, True)])
+        first, second = (view.report for view in stage.views)
+        assert first is not None
+        assert second is not None
+        stage.views[0].report = changed(first, snapshot="v1")
+        constraint = "x-midstream-min-snapshot: v1\r\nx-midstream-snapshot-wait: 0\r\n"
+        client = asyncio.create_task(answer(stage, constraint))
+        await stage.mocks[0].asked(1)
+        stage.views[1].report = changed(second, snapshot=there)
+        placed.set()
+        events, complete = await client
+        if there == "v1":
+            assert (events, complete) == WHOLE
+            told = json.loads(stage.mocks[1].requests[0].headers["x-midstream-admitted"])
+            assert told["snapshot"] == "v1"
+        else:
+            assert (events[:-1], complete) == (numbers(0, came.count(b"data")), False)
+            assert "no replica can take the request now" in error(events)
+            assert stage.mocks[1].requests == []

@@ -7,7 +7,7 @@ import re
 from typing import Any
 
 import pytest
-from gateway_harness import Stage, get, post, run
+from gateway_harness import Stage, get, post
 from session_holders import all_usable, gateway, holders, home, until, until_known, where
 
 ALICE, BOB = "authorization: Bearer alice\r\n", "x-api-key: bob\r\n"
@@ -18,162 +18,136 @@ async def ask(stage: Stage, path: str, headers: str = "", method: str = "GET") -
     return answer.status, json.loads(answer.body)
 
 
-def test_a_session_shows_what_its_turns_were_like_wherever_they_were() -> None:
-    async def main() -> None:
-        async with holders(2) as made, gateway(made) as stage:
-            await all_usable(stage)
-            first, _ = await where(stage, "a/b c")
-            await where(stage, "a/b c")
-            next(view for view in stage.views if view.name == first).admitted = False
-            second, _ = await where(stage, "a/b c")
-            status, shown = await ask(stage, "/v1/sessions/a%2Fb%20c")
-            assert status == 200
-            assert shown["opened_at"] <= shown["used_at"]
-            held = {one["replica"]: one["turns"] for one in shown["replicas"]}
-            assert held == {first: 2, second: 1}
-            expected = {
-                "id": "a/b c", "object": "session", "deployment": "accounts/local/deployments/default",
-                "replica": second, "turns": 3, "open_turns": 0, "prompt_tokens": 24, "cached_prompt_tokens": 18,
-                "cached_share": 0.75, "generated_tokens": 15, "generation_s": 3.0,
-                "mean_time_to_first_token_s": 0.25, "last_time_to_first_token_s": 0.25, "mean_inter_token_s": 0.25,
-                "unreachable": [],
-            }  # fmt: skip
-            assert {name: shown[name] for name in expected} == expected
-
-    run(main)
+async def test_a_session_shows_what_its_turns_were_like_wherever_they_were() -> None:
+    async with holders(2) as made, gateway(made) as stage:
+        await all_usable(stage)
+        first, _ = await where(stage, "a/b c")
+        await where(stage, "a/b c")
+        next(view for view in stage.views if view.name == first).admitted = False
+        second, _ = await where(stage, "a/b c")
+        status, shown = await ask(stage, "/v1/sessions/a%2Fb%20c")
+        assert status == 200
+        assert shown["opened_at"] <= shown["used_at"]
+        held = {one["replica"]: one["turns"] for one in shown["replicas"]}
+        assert held == {first: 2, second: 1}
+        expected = {
+            "id": "a/b c", "object": "session", "deployment": "accounts/local/deployments/default",
+            "replica": second, "turns": 3, "open_turns": 0, "prompt_tokens": 24, "cached_prompt_tokens": 18,
+            "cached_share": 0.75, "generated_tokens": 15, "generation_s": 3.0,
+            "mean_time_to_first_token_s": 0.25, "last_time_to_first_token_s": 0.25, "mean_inter_token_s": 0.25,
+            "unreachable": [],
+        }  # fmt: skip
+        assert {name: shown[name] for name in expected} == expected
 
 
-def test_sessions_are_listed_in_pages_over_all_replicas() -> None:
-    async def main() -> None:
-        async with holders(3) as made, gateway(made) as stage:
-            await all_usable(stage)
-            keys = [f"s{number:02}" for number in range(11)]
-            for key in keys:
-                await where(stage, key)
-            seen: list[str] = []
-            more, after = True, ""
-            while more:
-                _, page = await ask(stage, f"/v1/sessions?limit=4&after={after}")
-                seen += [one["id"] for one in page["data"]]
-                more, after = page["has_more"], seen[-1]
-            assert seen == keys
-            status, refused = await ask(stage, "/v1/sessions?limit=0")
-            assert (status, refused["error"]["param"]) == (400, "limit")
-
-    run(main)
+async def test_sessions_are_listed_in_pages_over_all_replicas() -> None:
+    async with holders(3) as made, gateway(made) as stage:
+        await all_usable(stage)
+        keys = [f"s{number:02}" for number in range(11)]
+        for key in keys:
+            await where(stage, key)
+        seen: list[str] = []
+        more, after = True, ""
+        while more:
+            _, page = await ask(stage, f"/v1/sessions?limit=4&after={after}")
+            seen += [one["id"] for one in page["data"]]
+            more, after = page["has_more"], seen[-1]
+        assert seen == keys
+        status, refused = await ask(stage, "/v1/sessions?limit=0")
+        assert (status, refused["error"]["param"]) == (400, "limit")
 
 
-def test_a_session_that_is_deleted_is_closed_on_its_replica_and_new_for_every_gateway() -> None:
-    async def main() -> None:
-        async with holders(2) as made, gateway(made) as stage, gateway(made) as other:
-            await all_usable(stage)
-            await all_usable(other)
-            replica, _ = await where(stage, "s")
-            await until_known(other, "s", replica)
-            status, shown = await ask(stage, "/v1/sessions/s", method="DELETE")
-            assert (status, shown["deleted"], shown["replicas"]) == (200, True, [replica])
-            assert home(stage, "s") is None
-            await until_known(other, "s", None)
-            assert [len(holder.sessions) for holder in made] == [0, 0]
-            for method in ("GET", "DELETE"):
-                status, shown = await ask(stage, "/v1/sessions/s", method=method)
-                assert (status, shown["error"]["code"]) == (404, "not_found_error")
-            assert (await where(other, "s"))[1] == "new"
-
-    run(main)
+async def test_a_session_that_is_deleted_is_closed_on_its_replica_and_new_for_every_gateway() -> None:
+    async with holders(2) as made, gateway(made) as stage, gateway(made) as other:
+        await all_usable(stage)
+        await all_usable(other)
+        replica, _ = await where(stage, "s")
+        await until_known(other, "s", replica)
+        status, shown = await ask(stage, "/v1/sessions/s", method="DELETE")
+        assert (status, shown["deleted"], shown["replicas"]) == (200, True, [replica])
+        assert home(stage, "s") is None
+        await until_known(other, "s", None)
+        assert [len(holder.sessions) for holder in made] == [0, 0]
+        for method in ("GET", "DELETE"):
+            status, shown = await ask(stage, "/v1/sessions/s", method=method)
+            assert (status, shown["error"]["code"]) == (404, "not_found_error")
+        assert (await where(other, "s"))[1] == "new"
 
 
-def test_a_gateway_that_has_just_started_does_not_say_that_a_session_is_missing() -> None:
-    async def main() -> None:
-        async with holders(0) as made, gateway(made) as stage:
-            stage.gateway.proxy.deployments.catching_up = True
-            for method in ("GET", "DELETE"):
-                status, shown = await ask(stage, "/v1/sessions/s", method=method)
-                assert (status, shown["error"]["code"]) == (503, "replica_unavailable")
-            status, shown = await ask(stage, "/v1/responses/resp_1")
+async def test_a_gateway_that_has_just_started_does_not_say_that_a_session_is_missing() -> None:
+    async with holders(0) as made, gateway(made) as stage:
+        stage.gateway.proxy.deployments.catching_up = True
+        for method in ("GET", "DELETE"):
+            status, shown = await ask(stage, "/v1/sessions/s", method=method)
             assert (status, shown["error"]["code"]) == (503, "replica_unavailable")
-            stage.gateway.proxy.deployments.catching_up = False
-            for path in ("/v1/sessions/s", "/v1/responses/resp_1"):
-                assert (await ask(stage, path))[0] == 404
+        status, shown = await ask(stage, "/v1/responses/resp_1")
+        assert (status, shown["error"]["code"]) == (503, "replica_unavailable")
+        stage.gateway.proxy.deployments.catching_up = False
+        for path in ("/v1/sessions/s", "/v1/responses/resp_1"):
+            assert (await ask(stage, path))[0] == 404
 
-    run(main)
 
-
-def test_a_tenant_sees_and_closes_its_own_sessions_only() -> None:
-    async def main() -> None:
-        async with holders(2) as made, gateway(made, api_keys=("alice", "bob")) as stage:
-            await all_usable(stage)
-            for who, key in ((ALICE, "mine"), (ALICE, "same"), (BOB, "same")):
-                assert (await stage.ask(post(headers=f"x-session-id: {key}\r\n{who}"))).status == 200
-            assert [one["id"] for one in (await ask(stage, "/v1/sessions", BOB))[1]["data"]] == ["same"]
-            assert (await ask(stage, "/v1/sessions/mine", BOB))[0] == 404
-            assert (await ask(stage, "/v1/sessions/same", BOB, "DELETE"))[0] == 200
-            listed = (await ask(stage, "/v1/sessions", ALICE))[1]["data"]
-            assert [one["id"] for one in listed] == ["mine", "same"]
-            assert (await ask(stage, "/v1/sessions"))[0] == 401
-
-    run(main)
+async def test_a_tenant_sees_and_closes_its_own_sessions_only() -> None:
+    async with holders(2) as made, gateway(made, api_keys=("alice", "bob")) as stage:
+        await all_usable(stage)
+        for who, key in ((ALICE, "mine"), (ALICE, "same"), (BOB, "same")):
+            assert (await stage.ask(post(headers=f"x-session-id: {key}\r\n{who}"))).status == 200
+        assert [one["id"] for one in (await ask(stage, "/v1/sessions", BOB))[1]["data"]] == ["same"]
+        assert (await ask(stage, "/v1/sessions/mine", BOB))[0] == 404
+        assert (await ask(stage, "/v1/sessions/same", BOB, "DELETE"))[0] == 200
+        listed = (await ask(stage, "/v1/sessions", ALICE))[1]["data"]
+        assert [one["id"] for one in listed] == ["mine", "same"]
+        assert (await ask(stage, "/v1/sessions"))[0] == 401
 
 
 @pytest.mark.parametrize("key", ["%00", "a%09b", "x" * 513])
-def test_what_cannot_be_a_key_is_refused(key: str) -> None:
-    async def main() -> None:
-        async with holders(1) as made, gateway(made) as stage:
-            await all_usable(stage)
-            status, shown = await ask(stage, f"/v1/sessions/{key}")
-            assert (status, shown["error"]["param"]) == (400, "key")
-
-    run(main)
+async def test_what_cannot_be_a_key_is_refused(key: str) -> None:
+    async with holders(1) as made, gateway(made) as stage:
+        await all_usable(stage)
+        status, shown = await ask(stage, f"/v1/sessions/{key}")
+        assert (status, shown["error"]["param"]) == (400, "key")
 
 
-def test_a_replica_that_does_not_answer_is_named_and_the_others_are_shown() -> None:
-    async def main() -> None:
-        async with holders(2) as made, gateway(made) as stage:
-            await all_usable(stage)
-            names = {key: (await where(stage, key))[0] for key in (f"s{n}" for n in range(12))}
-            made[1].mock.stop()
-            _, page = await ask(stage, "/v1/sessions")
-            assert page["unreachable"] == ["replica-1"]
-            assert [one["id"] for one in page["data"]] == sorted(
-                k for k, v in names.items() if v == "replica-0"
+async def test_a_replica_that_does_not_answer_is_named_and_the_others_are_shown() -> None:
+    async with holders(2) as made, gateway(made) as stage:
+        await all_usable(stage)
+        names = {key: (await where(stage, key))[0] for key in (f"s{n}" for n in range(12))}
+        made[1].mock.stop()
+        _, page = await ask(stage, "/v1/sessions")
+        assert page["unreachable"] == ["replica-1"]
+        assert [one["id"] for one in page["data"]] == sorted(k for k, v in names.items() if v == "replica-0")
+        lost = next(key for key, name in names.items() if name == "replica-1")
+        status, shown = await ask(stage, f"/v1/sessions/{lost}")
+        assert (status, shown["error"]["code"]) == (503, "replica_unavailable")
+
+
+async def test_metrics_have_what_turns_were_like_without_a_session_in_any_label() -> None:
+    async with holders(1) as made, gateway(made) as stage:
+        await all_usable(stage)
+        for _ in range(2):
+            await where(stage, "secret-key")
+        made[0].sessions.close(("", "secret-key"))
+        view = stage.views[0]
+        await until(
+            lambda: (
+                view.replica.trajectories is not None
+                and sum(view.replica.trajectories.measures["turns_per_session"].counts) == 1
             )
-            lost = next(key for key, name in names.items() if name == "replica-1")
-            status, shown = await ask(stage, f"/v1/sessions/{lost}")
-            assert (status, shown["error"]["code"]) == (503, "replica_unavailable")
-
-    run(main)
-
-
-def test_metrics_have_what_turns_were_like_without_a_session_in_any_label() -> None:
-    async def main() -> None:
-        async with holders(1) as made, gateway(made) as stage:
-            await all_usable(stage)
-            for _ in range(2):
-                await where(stage, "secret-key")
-            made[0].sessions.close(("", "secret-key"))
-            view = stage.views[0]
-            await until(
-                lambda: (
-                    view.replica.trajectories is not None
-                    and sum(view.replica.trajectories.measures["turns_per_session"].counts) == 1
-                )
-            )
-            text = (await stage.ask(get("/metrics"))).body.decode()
-            expected = {
-                "turn_time_to_first_token_seconds": 0.5, "turn_inter_token_seconds": 0.5,
-                "turn_generation_seconds": 2.0, "turn_cached_prompt_ratio": 1.5, "session_turns": 2.0,
-            }  # fmt: skip
-            for name, total in expected.items():
-                assert f'midstream_{name}_sum{{replica="replica-0"}} {total}\n' in text
-            bucket = 'midstream_turn_time_to_first_token_seconds_bucket{le="%s",replica="replica-0"} %s\n'
-            assert bucket % ("0.1", "0.0") in text
-            assert bucket % ("0.25", "2.0") in text
-            labels = set(re.findall(r"midstream_turn_[a-z_]+\{([^}]*)\}", text))
-            names = {part.split("=")[0] for found in labels for part in found.split(",")}
-            assert names == {"le", "replica", "finish"}
-            assert "secret-key" not in text
-
-    run(main)
+        )
+        text = (await stage.ask(get("/metrics"))).body.decode()
+        expected = {
+            "turn_time_to_first_token_seconds": 0.5, "turn_inter_token_seconds": 0.5,
+            "turn_generation_seconds": 2.0, "turn_cached_prompt_ratio": 1.5, "session_turns": 2.0,
+        }  # fmt: skip
+        for name, total in expected.items():
+            assert f'midstream_{name}_sum{{replica="replica-0"}} {total}\n' in text
+        bucket = 'midstream_turn_time_to_first_token_seconds_bucket{le="%s",replica="replica-0"} %s\n'
+        assert bucket % ("0.1", "0.0") in text
+        assert bucket % ("0.25", "2.0") in text
+        labels = set(re.findall(r"midstream_turn_[a-z_]+\{([^}]*)\}", text))
+        names = {part.split("=")[0] for found in labels for part in found.split(",")}
+        assert names == {"le", "replica", "finish"}
+        assert "secret-key" not in text
 
 
 @pytest.mark.parametrize(
@@ -192,14 +166,11 @@ def test_metrics_have_what_turns_were_like_without_a_session_in_any_label() -> N
         ),
     ],
 )
-def test_a_reward_that_is_none_is_refused_by_its_field(body: str, said: str, param: str | None) -> None:
-    async def main() -> None:
-        async with holders(1) as made, gateway(made) as stage:
-            await all_usable(stage)
-            request = post(path="/v1/sessions/s/reward", body=body.encode())
-            answer = await stage.ask(request)
-            error = json.loads(answer.body)["error"]
-            assert (answer.status, error["param"]) == (400, param)
-            assert said in error["message"]
-
-    run(main)
+async def test_a_reward_that_is_none_is_refused_by_its_field(body: str, said: str, param: str | None) -> None:
+    async with holders(1) as made, gateway(made) as stage:
+        await all_usable(stage)
+        request = post(path="/v1/sessions/s/reward", body=body.encode())
+        answer = await stage.ask(request)
+        error = json.loads(answer.body)["error"]
+        assert (answer.status, error["param"]) == (400, param)
+        assert said in error["message"]

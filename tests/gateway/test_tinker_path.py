@@ -58,102 +58,87 @@ def shaped(answer: Message) -> str:
     return str(body["detail"])
 
 
-def test_requests_and_responses_pass_as_they_are() -> None:
+async def test_requests_and_responses_pass_as_they_are() -> None:
     sent, told = bytes(range(256)) * 300, bytes(reversed(range(256))) * 500
 
     async def handler(request: Message, peer: Peer) -> None:
         labels = "x-midstream-snapshot: tinker-1\r\ncontent-type: application/x-protobuf\r\n"
         peer.respond(told, "408 Request Timeout", labels)
 
-    async def main() -> None:
-        async with fronted(handler) as (stage, front):
-            headers = "content-type: application/x-protobuf\r\nx-api-key: tml-x\r\nx-idempotency-key: k\r\n"
-            answer = await stage.ask(post(sent, "/api/v1/forward_backward?a=b", headers))
-            assert (answer.status, answer.body) == (408, told)
-            assert answer.headers["content-type"] == "application/x-protobuf"
-            assert answer.headers["x-midstream-snapshot"] == "tinker-1"
-            (asked,) = front.requests
-            assert asked.start == "POST /api/v1/forward_backward?a=b HTTP/1.1"
-            assert asked.body == sent
-            expected = {
-                "content-type": "application/x-protobuf",
-                "x-api-key": "tml-x",
-                "x-idempotency-key": "k",
-            }
-            assert expected.items() <= asked.headers.items()
-            await stage.ask(get("/api/v1/samplers/sampling_1"))
-            assert front.requests[1].start == "GET /api/v1/samplers/sampling_1 HTTP/1.1"
-            assert not stage.mocks[0].requests
-
-    run(main)
+    async with fronted(handler) as (stage, front):
+        headers = "content-type: application/x-protobuf\r\nx-api-key: tml-x\r\nx-idempotency-key: k\r\n"
+        answer = await stage.ask(post(sent, "/api/v1/forward_backward?a=b", headers))
+        assert (answer.status, answer.body) == (408, told)
+        assert answer.headers["content-type"] == "application/x-protobuf"
+        assert answer.headers["x-midstream-snapshot"] == "tinker-1"
+        (asked,) = front.requests
+        assert asked.start == "POST /api/v1/forward_backward?a=b HTTP/1.1"
+        assert asked.body == sent
+        expected = {
+            "content-type": "application/x-protobuf",
+            "x-api-key": "tml-x",
+            "x-idempotency-key": "k",
+        }
+        assert expected.items() <= asked.headers.items()
+        await stage.ask(get("/api/v1/samplers/sampling_1"))
+        assert front.requests[1].start == "GET /api/v1/samplers/sampling_1 HTTP/1.1"
+        assert not stage.mocks[0].requests
 
 
-def test_a_response_reaches_the_client_while_the_front_still_writes_it() -> None:
-    async def main() -> None:
-        go_on = asyncio.Event()
+async def test_a_response_reaches_the_client_while_the_front_still_writes_it() -> None:
+    go_on = asyncio.Event()
 
-        async def handler(request: Message, peer: Peer) -> None:
-            peer.start_stream("application/octet-stream")
-            peer.chunk(b"first")
-            await go_on.wait()
-            peer.chunk(b"second")
-            peer.end_stream()
+    async def handler(request: Message, peer: Peer) -> None:
+        peer.start_stream("application/octet-stream")
+        peer.chunk(b"first")
+        await go_on.wait()
+        peer.chunk(b"second")
+        peer.end_stream()
 
-        async with fronted(handler) as (stage, _):
-            client = await stage.connect()
-            client.send(post(path=RETRIEVE))
-            await client.message(head_only=True)
-            assert await client.reader.readuntil(b"first\r\n") == b"5\r\nfirst\r\n"
-            go_on.set()
-            assert await client.reader.readuntil(b"0\r\n\r\n") == b"6\r\nsecond\r\n0\r\n\r\n"
-
-    run(main)
+    async with fronted(handler) as (stage, _):
+        client = await stage.connect()
+        client.send(post(path=RETRIEVE))
+        await client.message(head_only=True)
+        assert await client.reader.readuntil(b"first\r\n") == b"5\r\nfirst\r\n"
+        go_on.set()
+        assert await client.reader.readuntil(b"0\r\n\r\n") == b"6\r\nsecond\r\n0\r\n\r\n"
 
 
 @pytest.mark.parametrize("credential", [f"X-API-Key: {KEY}\r\n", f"Authorization: Bearer {KEY}\r\n"])
-def test_a_key_is_checked_and_reaches_the_front_and_nobody_else(credential: str) -> None:
-    async def main() -> None:
-        async with fronted(api_keys=(KEY,)) as (stage, front):
-            for refused in (post(path=SUBMIT), get("/api/v1/samplers/x", "X-API-Key: tml-wrong\r\n")):
-                answer = await stage.ask(refused)
-                assert answer.status == 401
-                assert "API key" in shaped(answer)
-            assert not front.requests
-            assert (await stage.ask(post(path=SUBMIT, headers=credential))).status == 200
-            assert (await stage.ask(get("/api/v1/samplers/x", credential))).status == 200
-            name, _, value = credential.strip().partition(": ")
-            assert [request.headers[name.lower()] for request in front.requests] == [value] * 2
-            await stage.ask(post(headers=credential))
-            assert KEY not in str(stage.mocks[0].requests)
-
-    run(main)
+async def test_a_key_is_checked_and_reaches_the_front_and_nobody_else(credential: str) -> None:
+    async with fronted(api_keys=(KEY,)) as (stage, front):
+        for refused in (post(path=SUBMIT), get("/api/v1/samplers/x", "X-API-Key: tml-wrong\r\n")):
+            answer = await stage.ask(refused)
+            assert answer.status == 401
+            assert "API key" in shaped(answer)
+        assert not front.requests
+        assert (await stage.ask(post(path=SUBMIT, headers=credential))).status == 200
+        assert (await stage.ask(get("/api/v1/samplers/x", credential))).status == 200
+        name, _, value = credential.strip().partition(": ")
+        assert [request.headers[name.lower()] for request in front.requests] == [value] * 2
+        await stage.ask(post(headers=credential))
+        assert KEY not in str(stage.mocks[0].requests)
 
 
-def test_without_a_front_such_paths_are_unknown() -> None:
-    async def main() -> None:
-        async with staged(respond_ok) as stage:
-            answer = await stage.ask(post(path=SUBMIT))
-            assert (answer.status, answer.error["code"]) == (404, "not_found_error")
-
-    run(main)
+async def test_without_a_front_such_paths_are_unknown() -> None:
+    async with staged(respond_ok) as stage:
+        answer = await stage.ask(post(path=SUBMIT))
+        assert (answer.status, answer.error["code"]) == (404, "not_found_error")
 
 
-def test_a_front_that_is_not_up_is_asked_again_later_and_results_never_get_a_5xx() -> None:
-    async def main() -> None:
-        async with fronted() as (stage, front):
-            assert (await stage.ask(post(path=SUBMIT))).status == 200
-            front.stop()
-            down = await stage.ask(post(path=SUBMIT))
-            assert (down.status, down.headers["retry-after"]) == (503, "1")
-            assert "Tinker front" in shaped(down)
-            not_yet = await stage.ask(post(path=RETRIEVE))
-            assert (not_yet.status, not_yet.headers["retry-after"]) == (429, "1")
-            assert "Tinker front" in shaped(not_yet)
-            assert (await stage.ask(post())).status == 200, "inference does not need it"
-            await front.start()
-            assert (await stage.ask(post(path=SUBMIT))).status == 200
-
-    run(main)
+async def test_a_front_that_is_not_up_is_asked_again_later_and_results_never_get_a_5xx() -> None:
+    async with fronted() as (stage, front):
+        assert (await stage.ask(post(path=SUBMIT))).status == 200
+        front.stop()
+        down = await stage.ask(post(path=SUBMIT))
+        assert (down.status, down.headers["retry-after"]) == (503, "1")
+        assert "Tinker front" in shaped(down)
+        not_yet = await stage.ask(post(path=RETRIEVE))
+        assert (not_yet.status, not_yet.headers["retry-after"]) == (429, "1")
+        assert "Tinker front" in shaped(not_yet)
+        assert (await stage.ask(post())).status == 200, "inference does not need it"
+        await front.start()
+        assert (await stage.ask(post(path=SUBMIT))).status == 200
 
 
 def test_a_front_that_dies_under_a_poll_or_within_a_result_is_seen() -> None:
@@ -186,43 +171,37 @@ def test_a_front_that_dies_under_a_poll_or_within_a_result_is_seen() -> None:
     run(main)
 
 
-def test_a_client_that_leaves_a_poll_leaves_the_front_too() -> None:
-    async def main() -> None:
-        left: asyncio.Queue[bytes] = asyncio.Queue()
+async def test_a_client_that_leaves_a_poll_leaves_the_front_too() -> None:
+    left: asyncio.Queue[bytes] = asyncio.Queue()
 
-        async def handler(request: Message, peer: Peer) -> None:
-            left.put_nowait(await peer.closed())
+    async def handler(request: Message, peer: Peer) -> None:
+        left.put_nowait(await peer.closed())
 
-        async with fronted(handler) as (stage, front):
-            client = await stage.connect()
-            client.send(post(path=RETRIEVE))
-            await front.asked(1)
-            client.abort()
-            assert await left.get() == b""
-
-    run(main)
+    async with fronted(handler) as (stage, front):
+        client = await stage.connect()
+        client.send(post(path=RETRIEVE))
+        await front.asked(1)
+        client.abort()
+        assert await left.get() == b""
 
 
-def test_hundreds_of_polls_wait_side_by_side_and_samples_pass_meanwhile() -> None:
+async def test_hundreds_of_polls_wait_side_by_side_and_samples_pass_meanwhile() -> None:
     count = 700
 
-    async def main() -> None:
-        done = asyncio.Event()
+    done = asyncio.Event()
 
-        async def handler(request: Message, peer: Peer) -> None:
-            if request.start.startswith(f"POST {RETRIEVE}"):
-                await done.wait()
-            peer.respond(request.body)
+    async def handler(request: Message, peer: Peer) -> None:
+        if request.start.startswith(f"POST {RETRIEVE}"):
+            await done.wait()
+        peer.respond(request.body)
 
-        async with fronted(handler) as (stage, front):
-            clients = [await stage.connect() for _ in range(count)]
-            for number, client in enumerate(clients):
-                client.send(post(b"%d" % number, RETRIEVE))
-            await front.asked(count)
-            assert (await stage.ask(post())).status == 200
-            assert (await stage.ask(post(b"new", SUBMIT))).body == b"new"
-            done.set()
-            answers = [await client.message() for client in clients]
-            assert [int(answer.body) for answer in answers] == list(range(count))
-
-    run(main)
+    async with fronted(handler) as (stage, front):
+        clients = [await stage.connect() for _ in range(count)]
+        for number, client in enumerate(clients):
+            client.send(post(b"%d" % number, RETRIEVE))
+        await front.asked(count)
+        assert (await stage.ask(post())).status == 200
+        assert (await stage.ask(post(b"new", SUBMIT))).body == b"new"
+        done.set()
+        answers = [await client.message() for client in clients]
+        assert [int(answer.body) for answer in answers] == list(range(count))

@@ -427,182 +427,155 @@ async def waiting(stage: Stage, count: int = 1) -> None:
     await until(lambda: replicas.waiting == count)
 
 
-def test_requests_go_where_what_they_ask_for_serves_and_the_replica_is_told() -> None:
-    async def main() -> None:
-        mocks = [Versioned("v1"), Versioned("v2")]
-        async with staged(*mocks) as stage:
-            tell(stage, "v1", "v2", ready=["v1", "v2"])
-            serve(stage, 0, "v1")
-            serve(stage, 1, "v2")
-            for _ in range(3):
-                assert await served(stage, asking(snapshot="v1")) == ("replica-0", "v1")
-                assert await served(stage, asking(min_snapshot="v2")) == ("replica-1", "v2")
-                assert await served(stage, asking(max_staleness=0)) == ("replica-1", "v2")
-            assert mocks[0].admitted == [Admitted("v1", pinned=True)] * 3
-            assert mocks[1].admitted == [Admitted("v2")] * 6
-            assert {(await served(stage, asking(max_staleness=1)))[1] for _ in range(4)} == {"v1", "v2"}
-            assert {(await served(stage, post()))[1] for _ in range(4)} == {"v1", "v2"}
-
-    run(main)
+async def test_requests_go_where_what_they_ask_for_serves_and_the_replica_is_told() -> None:
+    mocks = [Versioned("v1"), Versioned("v2")]
+    async with staged(*mocks) as stage:
+        tell(stage, "v1", "v2", ready=["v1", "v2"])
+        serve(stage, 0, "v1")
+        serve(stage, 1, "v2")
+        for _ in range(3):
+            assert await served(stage, asking(snapshot="v1")) == ("replica-0", "v1")
+            assert await served(stage, asking(min_snapshot="v2")) == ("replica-1", "v2")
+            assert await served(stage, asking(max_staleness=0)) == ("replica-1", "v2")
+        assert mocks[0].admitted == [Admitted("v1", pinned=True)] * 3
+        assert mocks[1].admitted == [Admitted("v2")] * 6
+        assert {(await served(stage, asking(max_staleness=1)))[1] for _ in range(4)} == {"v1", "v2"}
+        assert {(await served(stage, post()))[1] for _ in range(4)} == {"v1", "v2"}
 
 
-def test_internal_headers_of_a_client_do_not_count() -> None:
-    async def main() -> None:
-        mock = Versioned("v1")
-        async with staged(mock) as stage:
-            serve(stage, 0, "v1")
-            await served(stage, post(headers=f'{HEADER_ADMITTED}: {{"snapshot":"v7"}}\r\n'))
-            assert mock.admitted == [None]
-
-    run(main)
+async def test_internal_headers_of_a_client_do_not_count() -> None:
+    mock = Versioned("v1")
+    async with staged(mock) as stage:
+        serve(stage, 0, "v1")
+        await served(stage, post(headers=f'{HEADER_ADMITTED}: {{"snapshot":"v7"}}\r\n'))
+        assert mock.admitted == [None]
 
 
-def test_a_request_waits_until_a_replica_reports_what_it_asks_for() -> None:
-    async def main() -> None:
-        mocks = [Versioned("v1"), Versioned("v1")]
-        async with staged(*mocks) as stage:
-            serve(stage, 0, "v1")
-            serve(stage, 1, "v1")
-            tell(stage, "v1", "v2", ready=["v1"])
-            asked = asyncio.create_task(served(stage, asking(min_snapshot="v2", snapshot_wait=60)))
-            await waiting(stage)
-            serve(stage, 1, "v1", in_flight=7)
-            await waiting(stage)
-            assert not stage.mocks[0].requests + stage.mocks[1].requests
-            mocks[1].snapshot = "v2"
-            serve(stage, 1, "v2")
-            assert await asked == ("replica-1", "v2")
-
-    run(main)
+async def test_a_request_waits_until_a_replica_reports_what_it_asks_for() -> None:
+    mocks = [Versioned("v1"), Versioned("v1")]
+    async with staged(*mocks) as stage:
+        serve(stage, 0, "v1")
+        serve(stage, 1, "v1")
+        tell(stage, "v1", "v2", ready=["v1"])
+        asked = asyncio.create_task(served(stage, asking(min_snapshot="v2", snapshot_wait=60)))
+        await waiting(stage)
+        serve(stage, 1, "v1", in_flight=7)
+        await waiting(stage)
+        assert not stage.mocks[0].requests + stage.mocks[1].requests
+        mocks[1].snapshot = "v2"
+        serve(stage, 1, "v2")
+        assert await asked == ("replica-1", "v2")
 
 
-def test_a_request_may_come_before_the_signal_it_asks_for() -> None:
-    async def main() -> None:
-        mock = Versioned("v1")
-        async with staged(mock) as stage:
-            serve(stage, 0, "v1")
-            asked = asyncio.create_task(served(stage, asking(min_snapshot="v1", snapshot_wait=60)))
-            assert await asked == ("replica-0", "v1")
-            asked = asyncio.create_task(served(stage, asking(min_snapshot="v0", snapshot_wait=60)))
-            await waiting(stage)
-            tell(stage, "v0", "v1")
-            stage.gateway.proxy.deployments.default.replicas.look_again()
-            assert await asked == ("replica-0", "v1")
-
-    run(main)
+async def test_a_request_may_come_before_the_signal_it_asks_for() -> None:
+    mock = Versioned("v1")
+    async with staged(mock) as stage:
+        serve(stage, 0, "v1")
+        asked = asyncio.create_task(served(stage, asking(min_snapshot="v1", snapshot_wait=60)))
+        assert await asked == ("replica-0", "v1")
+        asked = asyncio.create_task(served(stage, asking(min_snapshot="v0", snapshot_wait=60)))
+        await waiting(stage)
+        tell(stage, "v0", "v1")
+        stage.gateway.proxy.deployments.default.replicas.look_again()
+        assert await asked == ("replica-0", "v1")
 
 
-def test_what_is_not_served_in_time_is_a_409_that_says_what_is() -> None:
-    async def main() -> None:
-        async with staged(Versioned("v1"), Versioned("v1")) as stage:
-            serve(stage, 0, "v1", stage=SwapStage.FETCHING, target="v2", resident=("base",))
-            stage.views[1].replica.hear(None)
-            tell(stage, "v1", "v2", ready=["v1"])
-            for wait in ("0", "0.01"):
-                answer = await stage.ask(asking(snapshot="v2", snapshot_wait=wait))
-                assert (answer.status, answer.headers["retry-after"]) == (409, "1")
-                body = json.loads(answer.body)
-                assert body["error"]["code"] == "snapshot_not_served"
-                assert "snapshot 'v2'" in body["error"]["message"]
-                assert body["serving"] == [
-                    {"replica": "replica-0", "snapshot": "v1", "stage": "fetching", "resident": ["base"]},
-                    {"replica": "replica-1", "snapshot": None, "stage": None, "resident": []},
-                ]
-                assert body["newest"] == "v1"
-            assert stage.metrics.requests["completions", 409] == 2
-            assert not stage.mocks[0].requests
-
-    run(main)
+async def test_what_is_not_served_in_time_is_a_409_that_says_what_is() -> None:
+    async with staged(Versioned("v1"), Versioned("v1")) as stage:
+        serve(stage, 0, "v1", stage=SwapStage.FETCHING, target="v2", resident=("base",))
+        stage.views[1].replica.hear(None)
+        tell(stage, "v1", "v2", ready=["v1"])
+        for wait in ("0", "0.01"):
+            answer = await stage.ask(asking(snapshot="v2", snapshot_wait=wait))
+            assert (answer.status, answer.headers["retry-after"]) == (409, "1")
+            body = json.loads(answer.body)
+            assert body["error"]["code"] == "snapshot_not_served"
+            assert "snapshot 'v2'" in body["error"]["message"]
+            assert body["serving"] == [
+                {"replica": "replica-0", "snapshot": "v1", "stage": "fetching", "resident": ["base"]},
+                {"replica": "replica-1", "snapshot": None, "stage": None, "resident": []},
+            ]
+            assert body["newest"] == "v1"
+        assert stage.metrics.requests["completions", 409] == 2
+        assert not stage.mocks[0].requests
 
 
-def test_the_end_of_a_wait_that_was_not_in_vain_changes_nothing() -> None:
-    async def main() -> None:
-        over = asyncio.Event()
+async def test_the_end_of_a_wait_that_was_not_in_vain_changes_nothing() -> None:
+    over = asyncio.Event()
 
-        async def slow(request: Message, peer: Peer) -> None:
-            await over.wait()
-            peer.respond(b'{"snapshot":"v2"}')
+    async def slow(request: Message, peer: Peer) -> None:
+        await over.wait()
+        peer.respond(b'{"snapshot":"v2"}')
 
-        async with staged(slow) as stage:
-            tell(stage, "v1", "v2", ready=["v1"])
-            serve(stage, 0, "v1")
-            asked = asyncio.create_task(served(stage, asking(min_snapshot="v2", snapshot_wait=1)))
-            await waiting(stage)
-            # After the request's own deadline.
-            asyncio.get_running_loop().call_later(1.01, over.set)
-            serve(stage, 0, "v2")
-            assert await asked == ("replica-0", "v2")
-            assert len(stage.mocks[0].requests) == 1
-
-    run(main)
+    async with staged(slow) as stage:
+        tell(stage, "v1", "v2", ready=["v1"])
+        serve(stage, 0, "v1")
+        asked = asyncio.create_task(served(stage, asking(min_snapshot="v2", snapshot_wait=1)))
+        await waiting(stage)
+        # After the request's own deadline.
+        asyncio.get_running_loop().call_later(1.01, over.set)
+        serve(stage, 0, "v2")
+        assert await asked == ("replica-0", "v2")
+        assert len(stage.mocks[0].requests) == 1
 
 
-def test_a_client_that_leaves_while_it_waits_leaves_nothing_behind() -> None:
-    async def main() -> None:
-        async with staged(Versioned("v1")) as stage:
-            tell(stage, "v1", "v2", ready=["v1"])
-            serve(stage, 0, "v1")
-            peer = await stage.connect()
-            peer.send(asking(min_snapshot="v2", snapshot_wait=600))
-            await waiting(stage)
-            peer.abort()
-            await waiting(stage, 0)
-            assert stage.metrics.requests["completions", 499] == 1
-            serve(stage, 0, "v2")
-            # Nothing is sent for who left.
-            assert await stage.ask(asking(snapshot="v1"))
-            assert not stage.mocks[0].requests
-
-    run(main)
+async def test_a_client_that_leaves_while_it_waits_leaves_nothing_behind() -> None:
+    async with staged(Versioned("v1")) as stage:
+        tell(stage, "v1", "v2", ready=["v1"])
+        serve(stage, 0, "v1")
+        peer = await stage.connect()
+        peer.send(asking(min_snapshot="v2", snapshot_wait=600))
+        await waiting(stage)
+        peer.abort()
+        await waiting(stage, 0)
+        assert stage.metrics.requests["completions", 499] == 1
+        serve(stage, 0, "v2")
+        # Nothing is sent for who left.
+        assert await stage.ask(asking(snapshot="v1"))
+        assert not stage.mocks[0].requests
 
 
-def test_a_session_stays_at_home_which_is_waited_for_and_moves_only_for_one_request() -> None:
-    async def main() -> None:
-        mocks = [Versioned("v1"), Versioned("v1")]
-        async with staged(*mocks) as stage:
-            tell(stage, "v1", "v2", ready=["v1"])
-            for index in (0, 1):
-                serve(stage, index, "v1")
-            home, _ = await served(stage, asking(session="s"))
-            here = int(home[-1])
-            away = 1 - here
-            mocks[away].snapshot = "v2"
-            serve(stage, away, "v2")
-            asked = asyncio.create_task(served(stage, asking(session="s", min_snapshot="v2")))
-            await waiting(stage)
-            assert len(stage.mocks[away].requests) == 0
-            mocks[here].snapshot = "v2"
-            serve(stage, here, "v2")
-            assert await asked == (home, "v2")
-            serve(stage, here, "v1")
-            mocks[here].snapshot = "v1"
-            hurried = asking(session="s", min_snapshot="v2", snapshot_wait=0)
-            assert await served(stage, hurried) == (f"replica-{away}", "v2")
-            assert await served(stage, asking(session="s")) == (home, "v1")
-            serve(stage, here, "v3", stage=SwapStage.ERROR, target="v2")
-            mocks[here].snapshot = "v3"
-            # Which does not come to its home any more.
-            unhurried = asking(session="s", snapshot="v2")
-            assert await served(stage, unhurried) == (f"replica-{away}", "v2")
-
-    run(main)
+async def test_a_session_stays_at_home_which_is_waited_for_and_moves_only_for_one_request() -> None:
+    mocks = [Versioned("v1"), Versioned("v1")]
+    async with staged(*mocks) as stage:
+        tell(stage, "v1", "v2", ready=["v1"])
+        for index in (0, 1):
+            serve(stage, index, "v1")
+        home, _ = await served(stage, asking(session="s"))
+        here = int(home[-1])
+        away = 1 - here
+        mocks[away].snapshot = "v2"
+        serve(stage, away, "v2")
+        asked = asyncio.create_task(served(stage, asking(session="s", min_snapshot="v2")))
+        await waiting(stage)
+        assert len(stage.mocks[away].requests) == 0
+        mocks[here].snapshot = "v2"
+        serve(stage, here, "v2")
+        assert await asked == (home, "v2")
+        serve(stage, here, "v1")
+        mocks[here].snapshot = "v1"
+        hurried = asking(session="s", min_snapshot="v2", snapshot_wait=0)
+        assert await served(stage, hurried) == (f"replica-{away}", "v2")
+        assert await served(stage, asking(session="s")) == (home, "v1")
+        serve(stage, here, "v3", stage=SwapStage.ERROR, target="v2")
+        mocks[here].snapshot = "v3"
+        # Which does not come to its home any more.
+        unhurried = asking(session="s", snapshot="v2")
+        assert await served(stage, unhurried) == (f"replica-{away}", "v2")
 
 
-def test_a_replica_that_serves_something_else_by_now_is_judged_by_what_it_says() -> None:
-    async def main() -> None:
-        mock = Versioned("v2")
-        async with staged(mock) as stage:
-            tell(stage, "v1", "v2", ready=["v1"])
-            # Its report is late.
-            serve(stage, 0, "v1")
-            assert await served(stage, asking(min_snapshot="v1")) == ("replica-0", "v2")
-            assert mock.admitted == [Admitted("v1"), Admitted("v2", body=True)]
-            assert stage.metrics.retries == {"other_snapshot": 1}
-            answer = await stage.ask(asking(snapshot="v1"))
-            assert (answer.status, json.loads(answer.body)["error"]["code"]) == (409, "snapshot_not_served")
-            assert len(stage.mocks[0].requests) == 3
-
-    run(main)
+async def test_a_replica_that_serves_something_else_by_now_is_judged_by_what_it_says() -> None:
+    mock = Versioned("v2")
+    async with staged(mock) as stage:
+        tell(stage, "v1", "v2", ready=["v1"])
+        # Its report is late.
+        serve(stage, 0, "v1")
+        assert await served(stage, asking(min_snapshot="v1")) == ("replica-0", "v2")
+        assert mock.admitted == [Admitted("v1"), Admitted("v2", body=True)]
+        assert stage.metrics.retries == {"other_snapshot": 1}
+        answer = await stage.ask(asking(snapshot="v1"))
+        assert (answer.status, json.loads(answer.body)["error"]["code"]) == (409, "snapshot_not_served")
+        assert len(stage.mocks[0].requests) == 3
 
 
 def test_what_a_body_asks_for_is_told_by_the_replica_that_reads_it() -> None:
@@ -652,182 +625,155 @@ def test_what_a_body_asks_for_is_told_by_the_replica_that_reads_it() -> None:
         ("snapshot: v2", {"model": f"{NAMES.model}@"}, 400, "model"),
     ],
 )
-def test_a_body_that_contradicts_the_headers_is_refused_before_it_waits(
+async def test_a_body_that_contradicts_the_headers_is_refused_before_it_waits(
     header: str, body: dict[str, Any], status: int, param: str
 ) -> None:
-    async def main() -> None:
-        async with staged(Versioned("v0"), Versioned("v0")) as stage:
-            for replica in (0, 1):
-                serve(stage, replica, "v0", stage=SwapStage.FETCHING, target="v2")
-            tell(stage, "v0", "v1", "v2", ready=["v0", "v1"])
-            asked = json.dumps({"model": NAMES.model, "prompt": "a", **body}).encode()
-            gc.collect()
-            gc.disable()
-            try:
-                answer = await stage.ask(post(asked, headers=f"x-midstream-{header}\r\n"))
-                kept = [one for one in gc.get_objects() if isinstance(one, ProxiedRequest)]
-                assert not kept, "a request with its body waits for a collection"
-            finally:
-                gc.enable()
-            assert (answer.status, answer.error["param"]) == (status, param)
-            assert not any(mock.requests for mock in stage.mocks), "and no replica is asked"
-
-    run(main)
+    async with staged(Versioned("v0"), Versioned("v0")) as stage:
+        for replica in (0, 1):
+            serve(stage, replica, "v0", stage=SwapStage.FETCHING, target="v2")
+        tell(stage, "v0", "v1", "v2", ready=["v0", "v1"])
+        asked = json.dumps({"model": NAMES.model, "prompt": "a", **body}).encode()
+        gc.collect()
+        gc.disable()
+        try:
+            answer = await stage.ask(post(asked, headers=f"x-midstream-{header}\r\n"))
+            kept = [one for one in gc.get_objects() if isinstance(one, ProxiedRequest)]
+            assert not kept, "a request with its body waits for a collection"
+        finally:
+            gc.enable()
+        assert (answer.status, answer.error["param"]) == (status, param)
+        assert not any(mock.requests for mock in stage.mocks), "and no replica is asked"
 
 
-def test_what_a_body_asks_for_counts_while_its_request_waits() -> None:
-    async def main() -> None:
-        mocks = [Versioned("v1"), Versioned("v1")]
-        async with staged(*mocks) as stage:
-            serve(stage, 0, "v1")
-            serve(stage, 1, "v1")
-            tell(stage, "v1", "v2", "v3", ready=["v1"])
-            body = json.dumps({"model": f"{NAMES.model}@v3", "prompt": "a"}).encode()
-            headers = "x-midstream-min-snapshot: v2\r\nx-midstream-snapshot-wait: 60\r\n"
-            asked = asyncio.create_task(served(stage, post(body, headers=headers)))
-            await waiting(stage)
-            for replica, snapshot in ((0, "v2"), (1, "v3")):
-                mocks[replica].snapshot = snapshot
-                serve(stage, replica, snapshot)
-            assert await asked == ("replica-1", "v3")
-            assert (mocks[0].admitted, mocks[1].admitted) == (
-                [],
-                [Admitted("v3", pinned=True, body=True)],
-            )
-
-    run(main)
+async def test_what_a_body_asks_for_counts_while_its_request_waits() -> None:
+    mocks = [Versioned("v1"), Versioned("v1")]
+    async with staged(*mocks) as stage:
+        serve(stage, 0, "v1")
+        serve(stage, 1, "v1")
+        tell(stage, "v1", "v2", "v3", ready=["v1"])
+        body = json.dumps({"model": f"{NAMES.model}@v3", "prompt": "a"}).encode()
+        headers = "x-midstream-min-snapshot: v2\r\nx-midstream-snapshot-wait: 60\r\n"
+        asked = asyncio.create_task(served(stage, post(body, headers=headers)))
+        await waiting(stage)
+        for replica, snapshot in ((0, "v2"), (1, "v3")):
+            mocks[replica].snapshot = snapshot
+            serve(stage, replica, snapshot)
+        assert await asked == ("replica-1", "v3")
+        assert (mocks[0].admitted, mocks[1].admitted) == (
+            [],
+            [Admitted("v3", pinned=True, body=True)],
+        )
 
 
-def test_a_report_that_overtakes_a_refusal_is_believed() -> None:
+async def test_a_report_that_overtakes_a_refusal_is_believed() -> None:
     mock = Versioned("v1")
     mock.constraint = VersionConstraint(snapshot="v2")
 
-    async def main() -> None:
-        async def swaps_meanwhile(request: Message, peer: Peer) -> None:
-            if mock.snapshot == "v1":
-                serve(stage, 0, "v2")
-            await mock(request, peer)
-            mock.snapshot = "v2"
+    async def swaps_meanwhile(request: Message, peer: Peer) -> None:
+        if mock.snapshot == "v1":
+            serve(stage, 0, "v2")
+        await mock(request, peer)
+        mock.snapshot = "v2"
 
-        async with staged(swaps_meanwhile) as stage:
-            tell(stage, "v1", "v2", ready=["v1", "v2"])
-            serve(stage, 0, "v1")
-            mock.snapshot = "v1"
-            assert await served(stage, post()) == ("replica-0", "v2")
-            assert len(stage.mocks[0].requests) == 2
-
-    run(main)
+    async with staged(swaps_meanwhile) as stage:
+        tell(stage, "v1", "v2", ready=["v1", "v2"])
+        serve(stage, 0, "v1")
+        mock.snapshot = "v1"
+        assert await served(stage, post()) == ("replica-0", "v2")
+        assert len(stage.mocks[0].requests) == 2
 
 
-def test_a_session_whose_first_request_did_not_fit_begins_where_it_fits() -> None:
-    async def main() -> None:
-        mocks = [Versioned("v1"), Versioned("v2")]
-        async with staged(*mocks) as stage:
-            serve(stage, 0, "v1")
-            serve(stage, 1, "v2")
-            for mock in mocks:
-                mock.constraint = VersionConstraint(snapshot="v1")
-            for number in range(8):
-                assert await served(stage, asking(session=f"s{number}")) == ("replica-0", "v1")
-            for mock in mocks:
-                mock.constraint = NOTHING
-            for number in range(8):
-                assert await served(stage, asking(session=f"s{number}")) == ("replica-0", "v1"), "its home"
-
-    run(main)
+async def test_a_session_whose_first_request_did_not_fit_begins_where_it_fits() -> None:
+    mocks = [Versioned("v1"), Versioned("v2")]
+    async with staged(*mocks) as stage:
+        serve(stage, 0, "v1")
+        serve(stage, 1, "v2")
+        for mock in mocks:
+            mock.constraint = VersionConstraint(snapshot="v1")
+        for number in range(8):
+            assert await served(stage, asking(session=f"s{number}")) == ("replica-0", "v1")
+        for mock in mocks:
+            mock.constraint = NOTHING
+        for number in range(8):
+            assert await served(stage, asking(session=f"s{number}")) == ("replica-0", "v1"), "its home"
 
 
-def test_a_replica_that_refuses_what_it_serves_is_not_asked_again_before_it_reports() -> None:
+async def test_a_replica_that_refuses_what_it_serves_is_not_asked_again_before_it_reports() -> None:
     async def refuse(request: Message, peer: Peer) -> None:
         refusal = as_header(Refusal("v1", pinnable=False))
         peer.respond(b"{}", "409 Conflict", f"{HEADER_REFUSED}: {refusal}\r\n")
 
-    async def main() -> None:
-        async with staged(refuse) as stage:
-            tell(stage, "v1", "v2", ready=["v1"])
-            serve(stage, 0, "v1")
-            answer = await stage.ask(asking(snapshot="v1"))
-            assert answer.status == 409
-            assert len(stage.mocks[0].requests) == 1
-            asked = asyncio.create_task(stage.ask(asking(min_snapshot="v1", snapshot_wait=60)))
-            for count in range(2, 2 + versions.REFUSALS_MAX + 1):
-                await stage.mocks[0].asked(count)
-                if count <= 1 + versions.REFUSALS_MAX:
-                    await waiting(stage)
-                    assert len(stage.mocks[0].requests) == count
-                serve(stage, 0, "v1", in_flight=count)
-            assert (await asked).status == 409
-            assert len(stage.mocks[0].requests) == 2 + versions.REFUSALS_MAX
-
-    run(main)
+    async with staged(refuse) as stage:
+        tell(stage, "v1", "v2", ready=["v1"])
+        serve(stage, 0, "v1")
+        answer = await stage.ask(asking(snapshot="v1"))
+        assert answer.status == 409
+        assert len(stage.mocks[0].requests) == 1
+        asked = asyncio.create_task(stage.ask(asking(min_snapshot="v1", snapshot_wait=60)))
+        for count in range(2, 2 + versions.REFUSALS_MAX + 1):
+            await stage.mocks[0].asked(count)
+            if count <= 1 + versions.REFUSALS_MAX:
+                await waiting(stage)
+                assert len(stage.mocks[0].requests) == count
+            serve(stage, 0, "v1", in_flight=count)
+        assert (await asked).status == 409
+        assert len(stage.mocks[0].requests) == 2 + versions.REFUSALS_MAX
 
 
-def test_a_conflict_that_is_not_about_snapshots_passes_through() -> None:
+async def test_a_conflict_that_is_not_about_snapshots_passes_through() -> None:
     async def conflict(request: Message, peer: Peer) -> None:
         peer.respond(b'{"own":1}', "409 Conflict")
 
-    async def main() -> None:
-        async with staged(conflict) as stage:
-            answer = await stage.ask(asking(snapshot="base"))
-            assert (answer.status, answer.body) == (409, b'{"own":1}')
-
-    run(main)
+    async with staged(conflict) as stage:
+        answer = await stage.ask(asking(snapshot="base"))
+        assert (answer.status, answer.body) == (409, b'{"own":1}')
 
 
-def test_the_only_replica_that_serves_it_keeps_its_429() -> None:
+async def test_the_only_replica_that_serves_it_keeps_its_429() -> None:
     async def busy(request: Message, peer: Peer) -> None:
         peer.respond(b'{"busy":1}', "429 X", "retry-after: 7\r\n")
 
-    async def main() -> None:
-        async with staged(busy, Versioned("v2")) as stage:
-            tell(stage, "v1", "v2", ready=["v1", "v2"])
-            serve(stage, 0, "v1")
-            serve(stage, 1, "v2")
-            answer = await stage.ask(asking(snapshot="v1"))
-            assert (answer.status, answer.body, answer.headers["retry-after"]) == (429, b'{"busy":1}', "7")
-            assert not stage.mocks[1].requests
-
-    run(main)
+    async with staged(busy, Versioned("v2")) as stage:
+        tell(stage, "v1", "v2", ready=["v1", "v2"])
+        serve(stage, 0, "v1")
+        serve(stage, 1, "v2")
+        answer = await stage.ask(asking(snapshot="v1"))
+        assert (answer.status, answer.body, answer.headers["retry-after"]) == (429, b'{"busy":1}', "7")
+        assert not stage.mocks[1].requests
 
 
-def test_a_request_goes_to_where_the_snapshot_it_names_stays_and_the_replica_is_told() -> None:
-    async def main() -> None:
-        mocks = [Versioned("v2"), Versioned("v2", "v1")]
-        async with staged(*mocks) as stage:
-            tell(stage, "v1", "v2", ready=["v1", "v2"])
-            serve(stage, 0, "v2")
-            serve(stage, 1, "v2", resident=("v1",))
-            for _ in range(3):
-                assert await served(stage, asking(snapshot="v1")) == ("replica-1", "v1")
-            assert mocks[1].admitted == [Admitted("v1", pinned=True)] * 3
-            # What only the body says, a replica tells.
-            for mock in mocks:
-                mock.constraint = VersionConstraint("v1")
-            for _ in range(3):
-                assert await served(stage, post()) == ("replica-1", "v1")
-            assert await served(stage, asking(min_snapshot="v1")) == ("replica-1", "v1")
-            assert mocks[1].admitted[-1] == Admitted("v1", pinned=True, body=True)
-
-    run(main)
+async def test_a_request_goes_to_where_the_snapshot_it_names_stays_and_the_replica_is_told() -> None:
+    mocks = [Versioned("v2"), Versioned("v2", "v1")]
+    async with staged(*mocks) as stage:
+        tell(stage, "v1", "v2", ready=["v1", "v2"])
+        serve(stage, 0, "v2")
+        serve(stage, 1, "v2", resident=("v1",))
+        for _ in range(3):
+            assert await served(stage, asking(snapshot="v1")) == ("replica-1", "v1")
+        assert mocks[1].admitted == [Admitted("v1", pinned=True)] * 3
+        # What only the body says, a replica tells.
+        for mock in mocks:
+            mock.constraint = VersionConstraint("v1")
+        for _ in range(3):
+            assert await served(stage, post()) == ("replica-1", "v1")
+        assert await served(stage, asking(min_snapshot="v1")) == ("replica-1", "v1")
+        assert mocks[1].admitted[-1] == Admitted("v1", pinned=True, body=True)
 
 
-def test_what_stayed_and_is_gone_before_its_replica_says_so_is_a_409() -> None:
-    async def main() -> None:
-        mock = Versioned("v2")
-        async with staged(mock) as stage:
-            tell(stage, "v1", "v2", ready=["v1", "v2"])
-            serve(stage, 0, "v2", resident=("v1",))
-            answer = await stage.ask(asking(snapshot="v1", snapshot_wait=0))
-            assert (answer.status, answer.error["code"]) == (409, "snapshot_not_served")
-            assert mock.admitted == [Admitted("v1", pinned=True)]
-            # It waits for the next report, and is sent there by it.
-            asked = asyncio.create_task(served(stage, asking(snapshot="v1", snapshot_wait=60)))
-            await waiting(stage)
-            mock.resident = ("v0", "v1")
-            serve(stage, 0, "v2", resident=("v0", "v1"))
-            assert await asked == ("replica-0", "v1")
-
-    run(main)
+async def test_what_stayed_and_is_gone_before_its_replica_says_so_is_a_409() -> None:
+    mock = Versioned("v2")
+    async with staged(mock) as stage:
+        tell(stage, "v1", "v2", ready=["v1", "v2"])
+        serve(stage, 0, "v2", resident=("v1",))
+        answer = await stage.ask(asking(snapshot="v1", snapshot_wait=0))
+        assert (answer.status, answer.error["code"]) == (409, "snapshot_not_served")
+        assert mock.admitted == [Admitted("v1", pinned=True)]
+        # It waits for the next report, and is sent there by it.
+        asked = asyncio.create_task(served(stage, asking(snapshot="v1", snapshot_wait=60)))
+        await waiting(stage)
+        mock.resident = ("v0", "v1")
+        serve(stage, 0, "v2", resident=("v0", "v1"))
+        assert await asked == ("replica-0", "v1")
 
 
 def test_the_replica_that_serves_it_is_lost_and_nobody_else_does(caplog: pytest.LogCaptureFixture) -> None:
@@ -866,40 +812,36 @@ async def served_when(stage: Stage, request: bytes, comes: Callable[[], None]) -
     return await asked
 
 
-def test_a_replica_whose_report_is_lost_while_a_connection_is_opened_is_still_asked() -> None:
-    async def main() -> None:
-        mock = Versioned("v1")
-        async with staged(mock) as stage:
-            serve(stage, 0, "v1")
+async def test_a_replica_whose_report_is_lost_while_a_connection_is_opened_is_still_asked() -> None:
+    mock = Versioned("v1")
+    async with staged(mock) as stage:
+        serve(stage, 0, "v1")
 
-            def lost() -> None:
-                stage.views[0].replica.hear(None)
+        def lost() -> None:
+            stage.views[0].replica.hear(None)
 
-            assert await served_when(stage, asking(snapshot="v1"), lost) == ("replica-0", "v1")
-            assert mock.admitted == [Admitted("v1", pinned=True)]
-
-    run(main)
+        assert await served_when(stage, asking(snapshot="v1"), lost) == ("replica-0", "v1")
+        assert mock.admitted == [Admitted("v1", pinned=True)]
 
 
 @pytest.mark.parametrize("asked", [{"snapshot": "v1"}, {"max_staleness": 0}], ids=str)
-def test_a_snapshot_that_comes_while_a_connection_is_opened_was_not_judged(asked: dict[str, Any]) -> None:
-    async def main() -> None:
-        mocks = [Versioned("v1"), Versioned("v1")]
-        async with staged(*mocks) as stage:
-            tell(stage, "v2", "v1", ready=["v2", "v1"])
-            serve(stage, 0, "v1")
-            serve(stage, 1, "v2")
+async def test_a_snapshot_that_comes_while_a_connection_is_opened_was_not_judged(
+    asked: dict[str, Any],
+) -> None:
+    mocks = [Versioned("v1"), Versioned("v1")]
+    async with staged(*mocks) as stage:
+        tell(stage, "v2", "v1", ready=["v2", "v1"])
+        serve(stage, 0, "v1")
+        serve(stage, 1, "v2")
 
-            def another_comes() -> None:
-                mocks[0].snapshot = "v2"
-                serve(stage, 0, "v2")
-                serve(stage, 1, "v1")
+        def another_comes() -> None:
+            mocks[0].snapshot = "v2"
+            serve(stage, 0, "v2")
+            serve(stage, 1, "v1")
 
-            assert await served_when(stage, asking(**asked), another_comes) == ("replica-1", "v1")
-            admitted = Admitted("v1", pinned="snapshot" in asked)
-            assert [mock.admitted for mock in mocks] == [[admitted], [replace(admitted, body=True)]]
-
-    run(main)
+        assert await served_when(stage, asking(**asked), another_comes) == ("replica-1", "v1")
+        admitted = Admitted("v1", pinned="snapshot" in asked)
+        assert [mock.admitted for mock in mocks] == [[admitted], [replace(admitted, body=True)]]
 
 
 @pytest.mark.parametrize(

@@ -46,14 +46,11 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 READY = "say = StdioChannel().send; print('noise'); os.write(1, b'x' * 300000); say(Listening(port=7)); sys.stdin.read()"
 
 
-def test_a_child_may_print_as_much_as_it_likes_before_and_after_it_answers(module: str) -> None:
-    async def main() -> None:
-        child = Child("noisy", module, Script(READY))
-        await child.start()
-        assert child.port == 7
-        await child.stop(grace_s=10)
-
-    asyncio.run(main())
+async def test_a_child_may_print_as_much_as_it_likes_before_and_after_it_answers(module: str) -> None:
+    child = Child("noisy", module, Script(READY))
+    await child.start()
+    assert child.port == 7
+    await child.stop(grace_s=10)
 
 
 class Settings(msgspec.Struct):
@@ -75,31 +72,28 @@ else:
 
 
 @pytest.mark.parametrize("movable", [True, False])
-def test_a_free_port_is_kept_until_somebody_else_has_it(module: str, movable: bool) -> None:
-    async def main() -> None:
-        child = Child("child", module, Settings(BIND, 0), movable=movable)
-        await child.start()
-        port = child.port
-        for _ in range(2):
-            child.kill()
-            await child.ended()
-            await child.start()
-            assert child.port == port
+async def test_a_free_port_is_kept_until_somebody_else_has_it(module: str, movable: bool) -> None:
+    child = Child("child", module, Settings(BIND, 0), movable=movable)
+    await child.start()
+    port = child.port
+    for _ in range(2):
         child.kill()
         await child.ended()
-        with socket.create_server(("127.0.0.1", port)):
+        await child.start()
+        assert child.port == port
+    child.kill()
+    await child.ended()
+    with socket.create_server(("127.0.0.1", port)):
+        with pytest.raises(StartFailed, match="in use"):
+            await child.start()
+        child.renew()
+        if movable:
+            await child.start()
+            assert child.port not in (0, port)
+        else:
             with pytest.raises(StartFailed, match="in use"):
                 await child.start()
-            child.renew()
-            if movable:
-                await child.start()
-                assert child.port not in (0, port)
-            else:
-                with pytest.raises(StartFailed, match="in use"):
-                    await child.start()
-        await child.stop(grace_s=10)
-
-    asyncio.run(main())
+    await child.stop(grace_s=10)
 
 
 @pytest.mark.parametrize(
@@ -110,18 +104,15 @@ def test_a_free_port_is_kept_until_somebody_else_has_it(module: str, movable: bo
         ("print('hello'); sys.stdout.flush()", "noisy said b'hello"),
     ],
 )
-def test_a_child_that_cannot_start_is_reported_with_its_own_reason(
+async def test_a_child_that_cannot_start_is_reported_with_its_own_reason(
     module: str, code: str, reason: str
 ) -> None:
-    async def main() -> None:
-        child = Child("noisy", module, Script(code))
-        with pytest.raises(StartFailed, match=reason):
-            await child.start()
-
-    asyncio.run(main())
+    child = Child("noisy", module, Script(code))
+    with pytest.raises(StartFailed, match=reason):
+        await child.start()
 
 
-def test_a_child_that_is_killed_while_it_starts_is_started_again(module: str, tmp_path: Path) -> None:
+async def test_a_child_that_is_killed_while_it_starts_is_started_again(module: str, tmp_path: Path) -> None:
     """Whoever kills it, as a machine short of memory does, does not end the whole server."""
     mark = tmp_path / "killed once"
     code = (
@@ -130,38 +121,30 @@ def test_a_child_that_is_killed_while_it_starts_is_started_again(module: str, tm
         "StdioChannel().send(Listening(port=7)); time.sleep(60)"
     )
 
-    async def main() -> None:
-        child = Child("killed", module, Script(code))
-        await child.begin()
-        assert (mark.exists(), child.running, child.port) == (True, True, 7)
-        await child.stop(0.0)
-
-    asyncio.run(main())
+    child = Child("killed", module, Script(code))
+    await child.begin()
+    assert (mark.exists(), child.running, child.port) == (True, True, 7)
+    await child.stop(0.0)
 
 
-def test_a_child_that_dies_is_started_again_and_one_that_ignores_a_stop_is_killed(module: str) -> None:
-    async def main() -> None:
-        stubborn = (
-            "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); " + READY + "\ntime.sleep(60)"
-        )
-        child = Child("stubborn", module, Script(stubborn))
-        await child.start()
-        first = child.pid
-        assert first is not None
-        supervised = asyncio.create_task(child.supervise())
-        os.kill(first, signal.SIGKILL)
-        while child.pid == first:  # noqa: ASYNC110 - the supervisor works on its own
-            await asyncio.sleep(0)
-        supervised.cancel()
-        await asyncio.wait((supervised,))
-        again = child.pid
-        assert again is not None
-        await child.stop(grace_s=0.2)
-        assert not child.running
-        with pytest.raises(ProcessLookupError):
-            os.kill(again, 0)
-
-    asyncio.run(main())
+async def test_a_child_that_dies_is_started_again_and_one_that_ignores_a_stop_is_killed(module: str) -> None:
+    stubborn = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); " + READY + "\ntime.sleep(60)"
+    child = Child("stubborn", module, Script(stubborn))
+    await child.start()
+    first = child.pid
+    assert first is not None
+    supervised = asyncio.create_task(child.supervise())
+    os.kill(first, signal.SIGKILL)
+    while child.pid == first:  # noqa: ASYNC110 - the supervisor works on its own
+        await asyncio.sleep(0)
+    supervised.cancel()
+    await asyncio.wait((supervised,))
+    again = child.pid
+    assert again is not None
+    await child.stop(grace_s=0.2)
+    assert not child.running
+    with pytest.raises(ProcessLookupError):
+        os.kill(again, 0)
 
 
 LEAVES_ONE_BEHIND = (
@@ -204,17 +187,14 @@ def published(pid: int, name: str) -> bytes:
     return Path(f"/proc/{pid}/{name}").read_bytes()
 
 
-def test_settings_never_show_in_the_process_list(module: str) -> None:
-    async def main() -> None:
-        child = Child("quiet", module, Script(READY + " # secret-token"))
-        await child.start()
-        assert child.pid is not None
-        shown = {name: published(child.pid, name) for name in ("cmdline", "environ")}
-        assert b"quiet" in shown["cmdline"]
-        assert b"secret-token" not in shown["cmdline"] + shown["environ"]
-        await child.stop(grace_s=10)
-
-    asyncio.run(main())
+async def test_settings_never_show_in_the_process_list(module: str) -> None:
+    child = Child("quiet", module, Script(READY + " # secret-token"))
+    await child.start()
+    assert child.pid is not None
+    shown = {name: published(child.pid, name) for name in ("cmdline", "environ")}
+    assert b"quiet" in shown["cmdline"]
+    assert b"secret-token" not in shown["cmdline"] + shown["environ"]
+    await child.stop(grace_s=10)
 
 
 #: It ends before its last line is in the pipe: a process that it leaves behind writes it, once the file is there.

@@ -89,34 +89,31 @@ def spec(tmp_path: Path) -> GatewaySpec:
     )
 
 
-def test_the_command_line_counts_when_it_changed_and_the_api_otherwise(spec: GatewaySpec) -> None:
-    async def main() -> None:
-        ledger = Ledger(spec.ledger)
+async def test_the_command_line_counts_when_it_changed_and_the_api_otherwise(spec: GatewaySpec) -> None:
+    ledger = Ledger(spec.ledger)
 
-        async def started(**said: object) -> tuple[int, int, str]:
-            row = await default_deployment(ledger, msgspec.structs.replace(spec, **said))
-            return row.replicas_min, row.replicas_max, row.transition
+    async def started(**said: object) -> tuple[int, int, str]:
+        row = await default_deployment(ledger, msgspec.structs.replace(spec, **said))
+        return row.replicas_min, row.replicas_max, row.transition
 
-        assert await started() == (2, 2, "ASYNC")
-        await ledger.update_deployment(spec.deployment, replicas_min=3, replicas_max=3, transition="SYNC")
-        assert await started() == (3, 3, "SYNC"), "a restart alone changes nothing"
-        assert await started(replicas=1) == (1, 1, "SYNC"), "what was said anew counts, the rest stays"
-        assert await started(replicas=1, transition="sync") == (1, 1, "SYNC")
-        await ledger.update_deployment(spec.deployment, fields={"displayName": "kept"})
-        assert await started(replicas=1, transition="async") == (1, 1, "ASYNC")
-        assert (await ledger.deployment(spec.deployment)).fields["displayName"] == "kept"
+    assert await started() == (2, 2, "ASYNC")
+    await ledger.update_deployment(spec.deployment, replicas_min=3, replicas_max=3, transition="SYNC")
+    assert await started() == (3, 3, "SYNC"), "a restart alone changes nothing"
+    assert await started(replicas=1) == (1, 1, "SYNC"), "what was said anew counts, the rest stays"
+    assert await started(replicas=1, transition="sync") == (1, 1, "SYNC")
+    await ledger.update_deployment(spec.deployment, fields={"displayName": "kept"})
+    assert await started(replicas=1, transition="async") == (1, 1, "ASYNC")
+    assert (await ledger.deployment(spec.deployment)).fields["displayName"] == "kept"
 
-        async def bucket(**said: object) -> str:
-            return (await default_deployment(ledger, msgspec.structs.replace(spec, **said))).bucket_url
+    async def bucket(**said: object) -> str:
+        return (await default_deployment(ledger, msgspec.structs.replace(spec, **said))).bucket_url
 
-        assert await bucket() == "file:///bucket"
-        await ledger.update_deployment(spec.deployment, bucket_url="file:///bucket/run-2")
-        assert await bucket() == "file:///bucket/run-2", "or the next signal would be looked for elsewhere"
-        assert await bucket(bucket="file:///other") == "file:///other"
-        assert await bucket() == "file:///bucket"
-        ledger.close()
-
-    asyncio.run(main())
+    assert await bucket() == "file:///bucket"
+    await ledger.update_deployment(spec.deployment, bucket_url="file:///bucket/run-2")
+    assert await bucket() == "file:///bucket/run-2", "or the next signal would be looked for elsewhere"
+    assert await bucket(bucket="file:///other") == "file:///other"
+    assert await bucket() == "file:///bucket"
+    ledger.close()
 
 
 @pytest.mark.parametrize("refusals", [2, 99])

@@ -421,64 +421,51 @@ asyncio.run(ledger.signal({DEPLOYMENT!r}, Signal(identity="b", url="file:///buck
     on_ledger(url, work)
 
 
-def test_signals_from_two_ledgers_at_once_each_get_a_generation_of_their_own(url: str) -> None:
-    async def run() -> None:
-        with opened(url) as one, opened(url) as two:
-            for ledger in (one, two):
-                await ledger.ensure_deployment(DEPLOYMENT, MODEL, "file:///bucket", "ASYNC")
-            results = await asyncio.gather(
-                *(
-                    signal(ledger, f"{name}{i}")
-                    for i in range(20)
-                    for name, ledger in (("x", one), ("y", two))
-                )
-            )
-            last = max(results, key=lambda result: result.desired.generation)
-            assert sorted(result.desired.generation for result in results) == list(range(1, 41))
-            assert (await one.state(DEPLOYMENT)).desired == last.desired
-            assert (await two.state(DEPLOYMENT)).desired == last.desired
-
-    asyncio.run(run())
+async def test_signals_from_two_ledgers_at_once_each_get_a_generation_of_their_own(url: str) -> None:
+    with opened(url) as one, opened(url) as two:
+        for ledger in (one, two):
+            await ledger.ensure_deployment(DEPLOYMENT, MODEL, "file:///bucket", "ASYNC")
+        results = await asyncio.gather(
+            *(signal(ledger, f"{name}{i}") for i in range(20) for name, ledger in (("x", one), ("y", two)))
+        )
+        last = max(results, key=lambda result: result.desired.generation)
+        assert sorted(result.desired.generation for result in results) == list(range(1, 41))
+        assert (await one.state(DEPLOYMENT)).desired == last.desired
+        assert (await two.state(DEPLOYMENT)).desired == last.desired
 
 
-def test_of_two_deployments_that_want_one_thing_at_once_one_gets_it(url: str) -> None:
+async def test_of_two_deployments_that_want_one_thing_at_once_one_gets_it(url: str) -> None:
     """Each change sees what the other has written, though each is of a row of its own."""
 
-    async def run() -> None:
-        names = [f"{DEPLOYMENT}-{number}" for number in range(4)]
-        with opened(url) as one, opened(url) as two, opened(url) as three, opened(url) as four:
-            for name in names:
-                await one.create_deployment(NewDeployment(name, MODEL, "file:///bucket"))
+    names = [f"{DEPLOYMENT}-{number}" for number in range(4)]
+    with opened(url) as one, opened(url) as two, opened(url) as three, opened(url) as four:
+        for name in names:
+            await one.create_deployment(NewDeployment(name, MODEL, "file:///bucket"))
 
-            async def want(ledger: Ledger, name: str, thing: str) -> bool:
-                def change(row: DeploymentRow, others: list[DeploymentRow]) -> DeploymentChange:
-                    assert {row.name, *(other.name for other in others)} == set(names)
-                    if any(thing in other.fields for other in others):
-                        raise Conflict("taken")
-                    return {"fields": {thing: 1}}
+        async def want(ledger: Ledger, name: str, thing: str) -> bool:
+            def change(row: DeploymentRow, others: list[DeploymentRow]) -> DeploymentChange:
+                assert {row.name, *(other.name for other in others)} == set(names)
+                if any(thing in other.fields for other in others):
+                    raise Conflict("taken")
+                return {"fields": {thing: 1}}
 
-                try:
-                    await ledger.revise_beside(name, change)
-                except Conflict:
-                    return False
-                return True
+            try:
+                await ledger.revise_beside(name, change)
+            except Conflict:
+                return False
+            return True
 
-            for thing in map(str, range(8)):
-                wants = zip((one, two, three, four), names, strict=True)
-                got = await asyncio.gather(*(want(ledger, name, thing) for ledger, name in wants))
-                assert sum(got) == 1
-                owners = [row.name for row in await two.deployments() if thing in row.fields]
-                assert owners == [names[got.index(True)]]
-
-    asyncio.run(run())
+        for thing in map(str, range(8)):
+            wants = zip((one, two, three, four), names, strict=True)
+            got = await asyncio.gather(*(want(ledger, name, thing) for ledger, name in wants))
+            assert sum(got) == 1
+            owners = [row.name for row in await two.deployments() if thing in row.fields]
+            assert owners == [names[got.index(True)]]
 
 
-def test_the_same_signal_from_two_ledgers_at_once_is_one_signal(url: str) -> None:
-    async def run() -> None:
-        with opened(url) as one, opened(url) as two:
-            await one.ensure_deployment(DEPLOYMENT, MODEL, "file:///bucket", "ASYNC")
-            results = await asyncio.gather(*(signal(ledger, "a") for ledger in (one, two, one, two)))
-            assert sorted(result.changed for result in results) == [False, False, False, True]
-            assert {result.desired.generation for result in results} == {1}
-
-    asyncio.run(run())
+async def test_the_same_signal_from_two_ledgers_at_once_is_one_signal(url: str) -> None:
+    with opened(url) as one, opened(url) as two:
+        await one.ensure_deployment(DEPLOYMENT, MODEL, "file:///bucket", "ASYNC")
+        results = await asyncio.gather(*(signal(ledger, "a") for ledger in (one, two, one, two)))
+        assert sorted(result.changed for result in results) == [False, False, False, True]
+        assert {result.desired.generation for result in results} == {1}

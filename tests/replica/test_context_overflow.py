@@ -6,7 +6,6 @@ again in vain.
 
 from __future__ import annotations
 
-import asyncio
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -117,33 +116,27 @@ TOO_LONG: dict[str, tuple[str, dict[str, Any], tuple[Known, ...]]] = {
 
 
 @pytest.mark.parametrize("name", TOO_LONG)
-def test_clients_know_a_context_that_overflows(tmp_path: Path, name: str) -> None:
+async def test_clients_know_a_context_that_overflows(tmp_path: Path, name: str) -> None:
     path, body, clients = TOO_LONG[name]
 
-    async def main() -> None:
-        async with running(tmp_path, FakeEngine()) as here:
-            answer = await here.http.post(path, json={"model": MODEL, **body})
-            error = answer.json()["error"]
-            assert [one.__name__ for one in clients if not one(answer.status_code, error)] == []
-            if path == MESSAGES:
-                found = re.match(r"prompt is too long: (\d+) tokens > 128 maximum; ", error["message"])
-                assert found is not None
-                assert int(found[1]) > 128
-                assert error["type"] == "invalid_request_error"
-            else:
-                assert "this model's maximum context length is 128 tokens" in error["message"]
-                assert (error["type"], error["code"]) == ("invalid_request_error", "context_length_exceeded")
-                # It still says which field is too long.
-                assert error["message"].startswith((error["param"], "max_tokens"))
-
-    asyncio.run(main())
+    async with running(tmp_path, FakeEngine()) as here:
+        answer = await here.http.post(path, json={"model": MODEL, **body})
+        error = answer.json()["error"]
+        assert [one.__name__ for one in clients if not one(answer.status_code, error)] == []
+        if path == MESSAGES:
+            found = re.match(r"prompt is too long: (\d+) tokens > 128 maximum; ", error["message"])
+            assert found is not None
+            assert int(found[1]) > 128
+            assert error["type"] == "invalid_request_error"
+        else:
+            assert "this model's maximum context length is 128 tokens" in error["message"]
+            assert (error["type"], error["code"]) == ("invalid_request_error", "context_length_exceeded")
+            # It still says which field is too long.
+            assert error["message"].startswith((error["param"], "max_tokens"))
 
 
-def test_another_refusal_is_no_overflow(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with running(tmp_path, FakeEngine()) as here:
-            answer = await here.http.post(CHAT, json={"model": MODEL, "messages": HI, "max_tokens": -1})
-            error = answer.json()["error"]
-            assert [one.__name__ for one in OPENAI if one(answer.status_code, error)] == []
-
-    asyncio.run(main())
+async def test_another_refusal_is_no_overflow(tmp_path: Path) -> None:
+    async with running(tmp_path, FakeEngine()) as here:
+        answer = await here.http.post(CHAT, json={"model": MODEL, "messages": HI, "max_tokens": -1})
+        error = answer.json()["error"]
+        assert [one.__name__ for one in OPENAI if one(answer.status_code, error)] == []

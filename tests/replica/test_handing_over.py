@@ -293,7 +293,7 @@ def test_the_age_of_a_session_that_moved_here_is_no_wait(tmp_path: Path) -> None
     test(tmp_path, work)
 
 
-def test_what_one_more_new_session_costs_does_not_grow_with_what_waits_while_others_have_room() -> None:
+async def test_what_one_more_new_session_costs_does_not_grow_with_what_waits_while_others_have_room() -> None:
     """Of 4,000 that wait, each was judged again at each arrival: 6 ms."""
     judged = 0
 
@@ -316,23 +316,20 @@ def test_what_one_more_new_session_costs_does_not_grow_with_what_waits_while_oth
     def turn(number: int) -> KvTurn:
         return KvTurn(("", str(number)), (number,) * 10, said=90, movable=True)
 
-    async def main() -> None:
-        first = turn(0)
-        await budget.enter(first)
-        budget.offered(RoomOffer(room_tokens=1))
-        turns = [asyncio.create_task(budget.enter(turn(number))) for number in range(1, 101)]
-        await asyncio.sleep(0)
-        assert (len(budget.queue), judged) == (100, 1)
-        budget.offered(RoomOffer(room_tokens=180))
-        assert (len(budget.queue), judged) == (98, 101)
-        went = await asyncio.gather(*turns[:2], return_exceptions=True)
-        assert [type(one) for one in went] == [HandedOver, HandedOver]
-        for one in turns:
-            one.cancel()
-        await asyncio.gather(*turns, return_exceptions=True)
-        budget.leave(first, 0)
-
-    asyncio.run(main())
+    first = turn(0)
+    await budget.enter(first)
+    budget.offered(RoomOffer(room_tokens=1))
+    turns = [asyncio.create_task(budget.enter(turn(number))) for number in range(1, 101)]
+    await asyncio.sleep(0)
+    assert (len(budget.queue), judged) == (100, 1)
+    budget.offered(RoomOffer(room_tokens=180))
+    assert (len(budget.queue), judged) == (98, 101)
+    went = await asyncio.gather(*turns[:2], return_exceptions=True)
+    assert [type(one) for one in went] == [HandedOver, HandedOver]
+    for one in turns:
+        one.cancel()
+    await asyncio.gather(*turns, return_exceptions=True)
+    budget.leave(first, 0)
 
 
 def test_what_a_turn_waited_at_a_gate_is_no_prefill(tmp_path: Path) -> None:

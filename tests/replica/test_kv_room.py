@@ -249,7 +249,7 @@ def test_one_that_left_behind_the_queue_has_its_place_again_for_a_time() -> None
 
 
 @pytest.mark.parametrize("by", ["report", "turn"])
-def test_whoever_looks_at_claims_that_lapsed_lets_in_what_waits_for_them(by: str) -> None:
+async def test_whoever_looks_at_claims_that_lapsed_lets_in_what_waits_for_them(by: str) -> None:
     """Found by a simulated history: a report ended the claim, and the one that waited for it began when its timer was due."""
     now = [0.0]
     budget = KvBudget(
@@ -264,22 +264,19 @@ def test_whoever_looks_at_claims_that_lapsed_lets_in_what_waits_for_them(by: str
     def turn(name: str, said: int) -> KvTurn:
         return KvTurn(("", name), (hash(name),) * 10, said=said)
 
-    async def main() -> None:
-        for one in (silent := turn("silent", 60), turn("runs", 20)):
-            await budget.enter(one)
-        budget.leave(silent, 10)
-        waiting = asyncio.ensure_future(budget.enter(turn("waits", 70)))
-        await asyncio.sleep(0)
-        assert len(budget.queue) == 1
-        now[0] = 1000.0
-        if by == "report":
-            assert budget.report().waiting == 0
-        else:
-            await budget.enter(turn("runs", 20))
-        assert len(budget.queue) == 0
-        await waiting
-
-    asyncio.run(main())
+    for one in (silent := turn("silent", 60), turn("runs", 20)):
+        await budget.enter(one)
+    budget.leave(silent, 10)
+    waiting = asyncio.ensure_future(budget.enter(turn("waits", 70)))
+    await asyncio.sleep(0)
+    assert len(budget.queue) == 1
+    now[0] = 1000.0
+    if by == "report":
+        assert budget.report().waiting == 0
+    else:
+        await budget.enter(turn("runs", 20))
+    assert len(budget.queue) == 0
+    await waiting
 
 
 def test_what_a_turn_waited_for_room_is_no_silence_of_its_client() -> None:

@@ -80,266 +80,219 @@ async def one_runs_and_one_waits(tmp_path: Path, **more: Any) -> AsyncIterator[t
 
 
 @pytest.mark.parametrize("end", [close, reward])
-def test_a_session_that_ends_lets_the_next_one_begin_which_learns_that_it_waited(
+async def test_a_session_that_ends_lets_the_next_one_begin_which_learns_that_it_waited(
     tmp_path: Path, end: Callable[[Running, str], Awaitable[None]]
 ) -> None:
-    async def main() -> None:
-        async with one_runs_and_one_waits(tmp_path) as (here, waiting):
-            # Those that have begun, and those without a session, go on meanwhile.
-            await begun(here, "first", "60")
-            assert (await ask(here, None)).status_code == 200
-            shown = await here.http.post("/replica/sessions", json={"key": "second"})
-            [stats] = shown.json()["sessions"]
-            assert (stats["turns"], stats["wait"]["position"], stats["wait"]["needs_tokens"]) == (0, 1, 60)
-            assert here.replica.report().kv_waits.waiting == 1
-            await end(here, "first")
-            answer = await waiting
-            assert answer.status_code == 200
-            assert answer.headers["x-midstream-queue-position"] == "1"
-            assert int(answer.headers["x-midstream-queue-wait-ms"]) >= 0
-            assert isinstance(here.engine, SmallCache)
-            assert here.engine.sessions_over == ["\0first"]
-            assert here.engine.requests[-1].session == "\0second"
-
-    asyncio.run(main())
+    async with one_runs_and_one_waits(tmp_path) as (here, waiting):
+        # Those that have begun, and those without a session, go on meanwhile.
+        await begun(here, "first", "60")
+        assert (await ask(here, None)).status_code == 200
+        shown = await here.http.post("/replica/sessions", json={"key": "second"})
+        [stats] = shown.json()["sessions"]
+        assert (stats["turns"], stats["wait"]["position"], stats["wait"]["needs_tokens"]) == (0, 1, 60)
+        assert here.replica.report().kv_waits.waiting == 1
+        await end(here, "first")
+        answer = await waiting
+        assert answer.status_code == 200
+        assert answer.headers["x-midstream-queue-position"] == "1"
+        assert int(answer.headers["x-midstream-queue-wait-ms"]) >= 0
+        assert isinstance(here.engine, SmallCache)
+        assert here.engine.sessions_over == ["\0first"]
+        assert here.engine.requests[-1].session == "\0second"
 
 
-def test_a_client_that_leaves_frees_its_place_and_claims_nothing(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with one_runs_and_one_waits(tmp_path) as (here, waiting):
-            third = ask(here, "third", "40")
-            await waits(here, 2)
-            waiting.cancel()
-            # The third fits beside the first.
-            assert (await third).status_code == 200
-            assert here.replica.budget.account.of_sessions == 100
-            here.replica.budget.account.check()
-
-    asyncio.run(main())
+async def test_a_client_that_leaves_frees_its_place_and_claims_nothing(tmp_path: Path) -> None:
+    async with one_runs_and_one_waits(tmp_path) as (here, waiting):
+        third = ask(here, "third", "40")
+        await waits(here, 2)
+        waiting.cancel()
+        # The third fits beside the first.
+        assert (await third).status_code == 200
+        assert here.replica.budget.account.of_sessions == 100
+        here.replica.budget.account.check()
 
 
-def test_a_full_queue_is_a_429_that_says_when_to_come_again(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with one_runs_and_one_waits(tmp_path, kv_waiting_max=1) as (here, waiting):
-            refused = await ask(here, "third", "60")
-            assert refused.status_code == 429
-            assert int(refused.headers["retry-after"]) >= 1
-            assert refused.json()["error"]["code"] == "overloaded_error"
-            assert here.replica.report().kv_waits.refused == 1
-            await close(here, "first")
-            assert (await waiting).status_code == 200
-
-    asyncio.run(main())
+async def test_a_full_queue_is_a_429_that_says_when_to_come_again(tmp_path: Path) -> None:
+    async with one_runs_and_one_waits(tmp_path, kv_waiting_max=1) as (here, waiting):
+        refused = await ask(here, "third", "60")
+        assert refused.status_code == 429
+        assert int(refused.headers["retry-after"]) >= 1
+        assert refused.json()["error"]["code"] == "overloaded_error"
+        assert here.replica.report().kv_waits.refused == 1
+        await close(here, "first")
+        assert (await waiting).status_code == 200
 
 
-def test_a_replica_that_ends_refuses_what_waits(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with one_runs_and_one_waits(tmp_path) as (here, waiting):
-            await here.replica.drained()
-            assert (await waiting).status_code == 503
-            assert len(here.replica.budget.queue) == 0
-
-    asyncio.run(main())
+async def test_a_replica_that_ends_refuses_what_waits(tmp_path: Path) -> None:
+    async with one_runs_and_one_waits(tmp_path) as (here, waiting):
+        await here.replica.drained()
+        assert (await waiting).status_code == 503
+        assert len(here.replica.budget.queue) == 0
 
 
-def test_an_engine_that_dies_refuses_what_waits_and_the_next_boot_begins_with_clean_books(
+async def test_an_engine_that_dies_refuses_what_waits_and_the_next_boot_begins_with_clean_books(
     tmp_path: Path,
 ) -> None:
-    async def main() -> None:
-        async with one_runs_and_one_waits(tmp_path) as (here, waiting):
-            await here.engine.die()
-            assert (await waiting).status_code == 503
-            await here.until(lambda: here.replica.ready)
-            account = here.replica.budget.account
-            assert (len(account), account.claimed) == (0, 0)
-            await begun(here, "second", "60")
-
-    asyncio.run(main())
+    async with one_runs_and_one_waits(tmp_path) as (here, waiting):
+        await here.engine.die()
+        assert (await waiting).status_code == 503
+        await here.until(lambda: here.replica.ready)
+        account = here.replica.budget.account
+        assert (len(account), account.claimed) == (0, 0)
+        await begun(here, "second", "60")
 
 
-def test_a_trainer_that_aborts_everything_ends_what_waits(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with one_runs_and_one_waits(tmp_path) as (here, waiting):
-            assert (await here.http.post("/replica/abort", content=b"null")).json() == {"aborted": 1}
-            answer = await waiting
-            assert answer.json()["choices"][0]["finish_reason"] == "abort"
-
-    asyncio.run(main())
+async def test_a_trainer_that_aborts_everything_ends_what_waits(tmp_path: Path) -> None:
+    async with one_runs_and_one_waits(tmp_path) as (here, waiting):
+        assert (await here.http.post("/replica/abort", content=b"null")).json() == {"aborted": 1}
+        answer = await waiting
+        assert answer.json()["choices"][0]["finish_reason"] == "abort"
 
 
-def test_a_budget_of_zero_makes_nobody_wait(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with small(tmp_path, kv_budget=0.0) as here:
-            for key in "abc":
-                await begun(here, key, "90")
-
-    asyncio.run(main())
+async def test_a_budget_of_zero_makes_nobody_wait(tmp_path: Path) -> None:
+    async with small(tmp_path, kv_budget=0.0) as here:
+        for key in "abc":
+            await begun(here, key, "90")
 
 
-def test_a_header_that_is_no_number_is_refused_before_it_waits(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with one_runs_and_one_waits(tmp_path) as (here, waiting):
-            refused = await ask(here, "third", "lots")
-            assert (refused.status_code, refused.json()["error"]["param"]) == (400, HEADER_EXPECTED_TOKENS)
-            await close(here, "first")
-            assert (await waiting).status_code == 200
-            assert here.replica.own.service is not None
-            assert not here.replica.own.service.called
-
-    asyncio.run(main())
+async def test_a_header_that_is_no_number_is_refused_before_it_waits(tmp_path: Path) -> None:
+    async with one_runs_and_one_waits(tmp_path) as (here, waiting):
+        refused = await ask(here, "third", "lots")
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, HEADER_EXPECTED_TOKENS)
+        await close(here, "first")
+        assert (await waiting).status_code == 200
+        assert here.replica.own.service is not None
+        assert not here.replica.own.service.called
 
 
-def test_a_sync_swap_refuses_none_of_those_that_waited_before_it(tmp_path: Path) -> None:
+async def test_a_sync_swap_refuses_none_of_those_that_waited_before_it(tmp_path: Path) -> None:
     """Each was let in to be refused, and freed the place of the next one: one swap emptied the queue."""
 
-    async def main() -> None:
-        async with one_runs_and_one_waits(tmp_path) as (here, waiting):
-            third = ask(here, "third", "60")
-            await waits(here, 2)
-            gate = here.replica.own.gate
-            gate.set(Door.CLOSED)
-            await close(here, "first")
-            # A newcomer is refused as ever.
-            assert (await ask(here, "fourth", "10")).status_code == 425
-            assert len(here.replica.budget.queue) == 2
-            gate.set(Door.OPEN)
-            assert (await waiting).status_code == 200
-            await close(here, "second")
-            assert (await third).status_code == 200
-            here.replica.budget.account.check()
-
-    asyncio.run(main())
+    async with one_runs_and_one_waits(tmp_path) as (here, waiting):
+        third = ask(here, "third", "60")
+        await waits(here, 2)
+        gate = here.replica.own.gate
+        gate.set(Door.CLOSED)
+        await close(here, "first")
+        # A newcomer is refused as ever.
+        assert (await ask(here, "fourth", "10")).status_code == 425
+        assert len(here.replica.budget.queue) == 2
+        gate.set(Door.OPEN)
+        assert (await waiting).status_code == 200
+        await close(here, "second")
+        assert (await third).status_code == 200
+        here.replica.budget.account.check()
 
 
-def test_a_gate_that_nobody_passes_any_more_refuses_what_waits_at_once(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with one_runs_and_one_waits(tmp_path) as (here, waiting):
-            here.replica.own.gate.set(Door.UNSOUND)
-            assert (await waiting).status_code == 503
-            assert here.replica.budget.account.claimed == 60
-
-    asyncio.run(main())
+async def test_a_gate_that_nobody_passes_any_more_refuses_what_waits_at_once(tmp_path: Path) -> None:
+    async with one_runs_and_one_waits(tmp_path) as (here, waiting):
+        here.replica.own.gate.set(Door.UNSOUND)
+        assert (await waiting).status_code == 503
+        assert here.replica.budget.account.claimed == 60
 
 
-def test_a_client_that_says_too_much_claims_no_more_than_one_context_can_have(tmp_path: Path) -> None:
-    async def main() -> None:
-        engine = SmallCache()
-        engine.info = msgspec.structs.replace(engine.info, max_model_len=40)
-        async with small(tmp_path, engine=engine) as here:
-            for key in "ab":
-                await begun(here, key, str(EXPECTED_TOKENS_MAX))
-
-    asyncio.run(main())
+async def test_a_client_that_says_too_much_claims_no_more_than_one_context_can_have(tmp_path: Path) -> None:
+    engine = SmallCache()
+    engine.info = msgspec.structs.replace(engine.info, max_model_len=40)
+    async with small(tmp_path, engine=engine) as here:
+        for key in "ab":
+            await begun(here, key, str(EXPECTED_TOKENS_MAX))
 
 
-def test_claims_of_silent_sessions_are_reported_as_free_where_nothing_waits(tmp_path: Path) -> None:
+async def test_claims_of_silent_sessions_are_reported_as_free_where_nothing_waits(tmp_path: Path) -> None:
     """Gateways place new sessions by it, also while this replica has no request that looks."""
 
-    async def main() -> None:
-        now = [0.0]
-        async with small(tmp_path, monotonic=lambda: now[0]) as here:
-            await begun(here, "first", "60")
-            assert here.replica.report().kv_waits.claimed_tokens == 60
-            now[0] = 1000.0
-            assert here.replica.report().kv_waits.claimed_tokens == 0
-
-    asyncio.run(main())
+    now = [0.0]
+    async with small(tmp_path, monotonic=lambda: now[0]) as here:
+        await begun(here, "first", "60")
+        assert here.replica.report().kv_waits.claimed_tokens == 60
+        now[0] = 1000.0
+        assert here.replica.report().kv_waits.claimed_tokens == 0
 
 
-def test_equal_prompts_that_may_not_share_kv_are_both_claimed(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with small(tmp_path) as here:
-            for key in "ab":
-                one = await ask(here, key, prompt="x" * 40, prompt_cache_isolation_key=key)
-                assert one.status_code == 200
-            assert here.replica.budget.account.live >= 80
-
-    asyncio.run(main())
+async def test_equal_prompts_that_may_not_share_kv_are_both_claimed(tmp_path: Path) -> None:
+    async with small(tmp_path) as here:
+        for key in "ab":
+            one = await ask(here, key, prompt="x" * 40, prompt_cache_isolation_key=key)
+            assert one.status_code == 200
+        assert here.replica.budget.account.live >= 80
 
 
-def test_a_turn_that_is_refused_leaves_the_claim_of_another_one_of_its_session(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with small(tmp_path) as here:
-            gate = here.replica.own.gate
-            gate.set(Door.HELD)
-            patient = ask(here, "both", "60")
-            await here.until(lambda: gate.waiting == 1)
-            refused = await here.http.post(
-                "/v1/completions",
-                json={"model": MODEL, "prompt": "hey both", "max_tokens": 3},
-                headers={HEADER_SESSION: "both", "x-fireworks-hot-load-drain-timeout": "0"},
-            )
-            assert refused.status_code == 425
-            assert here.replica.budget.account.claimed == 60
-            gate.set(Door.OPEN)
-            assert (await patient).status_code == 200
-
-    asyncio.run(main())
+async def test_a_turn_that_is_refused_leaves_the_claim_of_another_one_of_its_session(tmp_path: Path) -> None:
+    async with small(tmp_path) as here:
+        gate = here.replica.own.gate
+        gate.set(Door.HELD)
+        patient = ask(here, "both", "60")
+        await here.until(lambda: gate.waiting == 1)
+        refused = await here.http.post(
+            "/v1/completions",
+            json={"model": MODEL, "prompt": "hey both", "max_tokens": 3},
+            headers={HEADER_SESSION: "both", "x-fireworks-hot-load-drain-timeout": "0"},
+        )
+        assert refused.status_code == 425
+        assert here.replica.budget.account.claimed == 60
+        gate.set(Door.OPEN)
+        assert (await patient).status_code == 200
 
 
-def test_a_request_of_several_prompts_and_choices_claims_all_of_them_while_it_runs(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with small(tmp_path) as here:
-            gate, account = here.replica.own.gate, here.replica.budget.account
-            gate.set(Door.HELD)
-            asked = [ask(here, "a")]
-            await here.until(lambda: gate.waiting == 1)
-            prompt = account.live
-            asked.append(ask(here, "b", prompt=["hey b", "hey b"], n=2))
-            await here.until(lambda: gate.waiting == 2)
-            assert account.live == 3 * prompt + 3 * 3
-            # Likewise of one that names no session.
-            asked.append(ask(here, None, prompt=["hey c"] * 2))
-            await here.until(lambda: gate.waiting == 3)
-            assert account.claimed - account.live == 2 * prompt + 3
-            gate.set(Door.OPEN)
-            assert {(await one).status_code for one in asked} == {200}
-            assert account.live == account.between
-
-    asyncio.run(main())
-
-
-def test_a_client_that_a_long_swap_refused_has_its_place_before_those_that_came_later(tmp_path: Path) -> None:
-    async def main() -> None:
-        now = [0.0]
-        async with small(tmp_path, monotonic=lambda: now[0]) as here:
-            await begun(here, "first", "60")
-            impatient = {HEADER_SESSION: "third", "x-fireworks-hot-load-drain-timeout": "0"}
-            body = {"model": MODEL, "prompt": "hey third", "max_tokens": 3}
-            here.replica.own.gate.set(Door.HELD)
-            refused = await here.http.post("/v1/completions", json=body, headers=impatient)
-            assert refused.status_code == 425
-            here.replica.own.gate.set(Door.OPEN)
-            now[0] = 1.0
-            fourth = ask(here, "fourth", "60")
-            await waits(here, 1)
-            now[0] = 2.0
-            again = ask(here, "third", "60")
-            await waits(here, 2)
-            queue = here.replica.budget.queue
-            assert [queue.position(("", key)) for key in ("third", "fourth")] == [1, 2]
-            for key, answer in (("first", again), ("third", fourth)):
-                await close(here, key)
-                assert (await answer).status_code == 200
-
-    asyncio.run(main())
+async def test_a_request_of_several_prompts_and_choices_claims_all_of_them_while_it_runs(
+    tmp_path: Path,
+) -> None:
+    async with small(tmp_path) as here:
+        gate, account = here.replica.own.gate, here.replica.budget.account
+        gate.set(Door.HELD)
+        asked = [ask(here, "a")]
+        await here.until(lambda: gate.waiting == 1)
+        prompt = account.live
+        asked.append(ask(here, "b", prompt=["hey b", "hey b"], n=2))
+        await here.until(lambda: gate.waiting == 2)
+        assert account.live == 3 * prompt + 3 * 3
+        # Likewise of one that names no session.
+        asked.append(ask(here, None, prompt=["hey c"] * 2))
+        await here.until(lambda: gate.waiting == 3)
+        assert account.claimed - account.live == 2 * prompt + 3
+        gate.set(Door.OPEN)
+        assert {(await one).status_code for one in asked} == {200}
+        assert account.live == account.between
 
 
-def test_a_turn_that_waits_as_its_session_is_closed_goes_on_as_a_new_session(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with small(tmp_path) as here:
-            for key in ("old", "young"):
-                await begun(here, key, "20")
-            # The old one comes to more than anybody expected.
-            long = ask(here, "old", prompt="x" * 95)
-            assert (await long).status_code == 200
-            turn = ask(here, "young")
-            await waits(here, 1)
-            await close(here, "young")
-            assert len(here.replica.budget.queue) == 1
-            assert not here.replica.budget.queue.find(("", "young")).begun  # type: ignore[union-attr]
-            await close(here, "old")
-            assert (await turn).status_code == 200
-            here.replica.budget.account.check()
+async def test_a_client_that_a_long_swap_refused_has_its_place_before_those_that_came_later(
+    tmp_path: Path,
+) -> None:
+    now = [0.0]
+    async with small(tmp_path, monotonic=lambda: now[0]) as here:
+        await begun(here, "first", "60")
+        impatient = {HEADER_SESSION: "third", "x-fireworks-hot-load-drain-timeout": "0"}
+        body = {"model": MODEL, "prompt": "hey third", "max_tokens": 3}
+        here.replica.own.gate.set(Door.HELD)
+        refused = await here.http.post("/v1/completions", json=body, headers=impatient)
+        assert refused.status_code == 425
+        here.replica.own.gate.set(Door.OPEN)
+        now[0] = 1.0
+        fourth = ask(here, "fourth", "60")
+        await waits(here, 1)
+        now[0] = 2.0
+        again = ask(here, "third", "60")
+        await waits(here, 2)
+        queue = here.replica.budget.queue
+        assert [queue.position(("", key)) for key in ("third", "fourth")] == [1, 2]
+        for key, answer in (("first", again), ("third", fourth)):
+            await close(here, key)
+            assert (await answer).status_code == 200
 
-    asyncio.run(main())
+
+async def test_a_turn_that_waits_as_its_session_is_closed_goes_on_as_a_new_session(tmp_path: Path) -> None:
+    async with small(tmp_path) as here:
+        for key in ("old", "young"):
+            await begun(here, key, "20")
+        # The old one comes to more than anybody expected.
+        long = ask(here, "old", prompt="x" * 95)
+        assert (await long).status_code == 200
+        turn = ask(here, "young")
+        await waits(here, 1)
+        await close(here, "young")
+        assert len(here.replica.budget.queue) == 1
+        assert not here.replica.budget.queue.find(("", "young")).begun  # type: ignore[union-attr]
+        await close(here, "old")
+        assert (await turn).status_code == 200
+        here.replica.budget.account.check()

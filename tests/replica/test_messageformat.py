@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
 from pathlib import Path
 from typing import Any
@@ -220,7 +219,7 @@ def test_other_texts_of_a_message_are_read_or_refused(message: dict[str, Any], s
         check_messages([{"role": "assistant", "content": "", **message}])
 
 
-def test_a_developers_words_are_in_the_prompt_on_every_path(tmp_path: Path) -> None:
+async def test_a_developers_words_are_in_the_prompt_on_every_path(tmp_path: Path) -> None:
     engine = FakeEngine()
 
     def write(directory: Path) -> Path:
@@ -228,24 +227,21 @@ def test_a_developers_words_are_in_the_prompt_on_every_path(tmp_path: Path) -> N
         (directory / "chat_template.jinja").write_text(LOSSY["no developer"])
         return directory
 
-    async def main() -> None:
-        async with running(tmp_path, engine, write=write) as here:
-            messages = [{"role": "developer", "content": "be brief"}, {"role": "user", "content": "hi"}]
-            chat = {"model": MODEL, "messages": messages, "max_tokens": 1}
-            bodies: dict[str, dict[str, Any]] = {
-                "/v1/chat/completions": chat,
-                "/v1/responses": {"model": MODEL, "input": messages, "max_output_tokens": 16, "store": False},
-                "/tokenize": {"model": MODEL, "messages": messages},
-                "/v1/chat/completions/render": chat,
-            }
-            told = []
-            for path, body in bodies.items():
-                answer = await here.http.post(path, json=body)
-                assert answer.status_code == 200, (path, answer.text)
-                told.append(answer.json())
-            prompts = [engine.requests[0].prompt, engine.requests[1].prompt]
-            prompts += [tuple(told[2]["tokens"]), tuple(told[3]["token_ids"])]
-            assert len({*prompts}) == 1
-            assert b"system\nbe brief" in bytes(token for token in prompts[0] if token < 256)
-
-    asyncio.run(main())
+    async with running(tmp_path, engine, write=write) as here:
+        messages = [{"role": "developer", "content": "be brief"}, {"role": "user", "content": "hi"}]
+        chat = {"model": MODEL, "messages": messages, "max_tokens": 1}
+        bodies: dict[str, dict[str, Any]] = {
+            "/v1/chat/completions": chat,
+            "/v1/responses": {"model": MODEL, "input": messages, "max_output_tokens": 16, "store": False},
+            "/tokenize": {"model": MODEL, "messages": messages},
+            "/v1/chat/completions/render": chat,
+        }
+        told = []
+        for path, body in bodies.items():
+            answer = await here.http.post(path, json=body)
+            assert answer.status_code == 200, (path, answer.text)
+            told.append(answer.json())
+        prompts = [engine.requests[0].prompt, engine.requests[1].prompt]
+        prompts += [tuple(told[2]["tokens"]), tuple(told[3]["token_ids"])]
+        assert len({*prompts}) == 1
+        assert b"system\nbe brief" in bytes(token for token in prompts[0] if token < 256)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from functools import cache
 from pathlib import Path
@@ -101,7 +100,9 @@ def test_every_record_and_character_keeps_its_snapshot() -> None:
     assert labelled == {(("old" if text.index(c) < 10 else "new"), c) for c in "abcdf"} | {("new", "e")}
 
 
-def test_reasoning_has_its_own_field_plain_and_streamed_and_can_stay_in_the_content(tmp_path: Path) -> None:
+async def test_reasoning_has_its_own_field_plain_and_streamed_and_can_stay_in_the_content(
+    tmp_path: Path,
+) -> None:
     def write(directory: Path) -> Path:
         write_tokenizer(directory)
         (directory / "chat_template.jinja").write_text(QWEN)
@@ -111,26 +112,23 @@ def test_reasoning_has_its_own_field_plain_and_streamed_and_can_stay_in_the_cont
     engine = FakeEngine()
     engine.reply = (*ids(said), IM_END)
 
-    async def main() -> None:
-        async with running(tmp_path, engine, write=write) as here:
+    async with running(tmp_path, engine, write=write) as here:
 
-            async def ask(**fields: Any) -> Any:
-                body = {"model": MODEL, "messages": [{"role": "user", "content": "q"}], "logprobs": True}
-                return await here.http.post("/v1/chat/completions", json=body | fields)
+        async def ask(**fields: Any) -> Any:
+            body = {"model": MODEL, "messages": [{"role": "user", "content": "q"}], "logprobs": True}
+            return await here.http.post("/v1/chat/completions", json=body | fields)
 
-            choice = (await ask()).json()["choices"][0]
-            assert choice["message"] == {"role": "assistant", "content": "yes", "reasoning_content": "hm"}
-            assert [e["token_id"] for e in choice["logprobs"]["content"]] == list(engine.reply)
-            for wish in ("separate_reasoning", "include_reasoning"):
-                kept = (await ask(**{wish: False})).json()["choices"][0]["message"]
-                assert kept == {"role": "assistant", "content": said}
-            events = [event for event in sse((await ask(stream=True)).text) if event != "[DONE]"]
-            deltas = [event["choices"][0]["delta"] for event in events]
-            assert "".join(delta.get("reasoning_content", "") for delta in deltas) == "hm"
-            assert "".join(delta.get("content", "") for delta in deltas) == "yes"
-            assert "think" not in json.dumps(deltas)
-
-    asyncio.run(main())
+        choice = (await ask()).json()["choices"][0]
+        assert choice["message"] == {"role": "assistant", "content": "yes", "reasoning_content": "hm"}
+        assert [e["token_id"] for e in choice["logprobs"]["content"]] == list(engine.reply)
+        for wish in ("separate_reasoning", "include_reasoning"):
+            kept = (await ask(**{wish: False})).json()["choices"][0]["message"]
+            assert kept == {"role": "assistant", "content": said}
+        events = [event for event in sse((await ask(stream=True)).text) if event != "[DONE]"]
+        deltas = [event["choices"][0]["delta"] for event in events]
+        assert "".join(delta.get("reasoning_content", "") for delta in deltas) == "hm"
+        assert "".join(delta.get("content", "") for delta in deltas) == "yes"
+        assert "think" not in json.dumps(deltas)
 
 
 # Behind the thinking
@@ -179,7 +177,7 @@ CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
     ],
     ids=["schema", "opened", "choice", "regex", "call"],
 )
-def test_what_must_match_begins_behind_the_thinking(
+async def test_what_must_match_begins_behind_the_thinking(
     tmp_path: Path, template: str, fields: dict[str, Any], answer: str, other: str, tokens: bool
 ) -> None:
     tokenizer = build_tokenizer().backend_tokenizer if tokens else byte_tokenizer()
@@ -191,35 +189,32 @@ def test_what_must_match_begins_behind_the_thinking(
         (directory / "chat_template.jinja").write_text(template)
         return directory
 
-    async def main() -> None:
-        engine = FakeEngine()
-        engine.info = msgspec.structs.replace(
-            engine.info, grammars=True, vocab_size=264, eos_token_ids=(end,), max_model_len=1024
-        )
-        async with running(tmp_path, engine, write=write) as here:
+    engine = FakeEngine()
+    engine.info = msgspec.structs.replace(
+        engine.info, grammars=True, vocab_size=264, eos_token_ids=(end,), max_model_len=1024
+    )
+    async with running(tmp_path, engine, write=write) as here:
 
-            async def asked(**more: Any) -> str | None:
-                body = {"model": MODEL, "messages": [{"role": "user", "content": "q"}], "max_tokens": 1}
-                got = await here.http.post("/v1/chat/completions", json=body | fields | more)
-                assert got.status_code == 200, got.text
-                return here.engine.requests[-1].grammar
+        async def asked(**more: Any) -> str | None:
+            body = {"model": MODEL, "messages": [{"role": "user", "content": "q"}], "max_tokens": 1}
+            got = await here.http.post("/v1/chat/completions", json=body | fields | more)
+            assert got.status_code == 200, got.text
+            return here.engine.requests[-1].grammar
 
-            begun = "" if template == OPENED else "<think>\n"
-            grammar = await asked()
-            for thought in ("hm", '{"a"', "", "<tool_call>", "x" * 50):
-                assert takes(grammar, f"{begun}{thought}\n</think>\n\n{answer}", tokenizer, end), thought
-                assert not takes(grammar, f"{begun}{thought}\n</think>\n\n{other}", tokenizer, end)
-            assert takes(grammar, answer, tokenizer, end) == (template != OPENED)
-            assert not takes(grammar, begun + answer, tokenizer, end)
-            assert not takes(grammar, f"{begun}hm</think>{answer}</think>{answer}", tokenizer, end)
-            grammar = await asked(constrain_reasoning=True)
-            assert takes(grammar, answer, tokenizer, end)
-            assert not takes(grammar, f"{begun}hm</think>\n\n{answer}", tokenizer, end)
-
-    asyncio.run(main())
+        begun = "" if template == OPENED else "<think>\n"
+        grammar = await asked()
+        for thought in ("hm", '{"a"', "", "<tool_call>", "x" * 50):
+            assert takes(grammar, f"{begun}{thought}\n</think>\n\n{answer}", tokenizer, end), thought
+            assert not takes(grammar, f"{begun}{thought}\n</think>\n\n{other}", tokenizer, end)
+        assert takes(grammar, answer, tokenizer, end) == (template != OPENED)
+        assert not takes(grammar, begun + answer, tokenizer, end)
+        assert not takes(grammar, f"{begun}hm</think>{answer}</think>{answer}", tokenizer, end)
+        grammar = await asked(constrain_reasoning=True)
+        assert takes(grammar, answer, tokenizer, end)
+        assert not takes(grammar, f"{begun}hm</think>\n\n{answer}", tokenizer, end)
 
 
-def test_an_answer_that_must_match_and_its_thinking_are_told_apart_on_each_wire(tmp_path: Path) -> None:
+async def test_an_answer_that_must_match_and_its_thinking_are_told_apart_on_each_wire(tmp_path: Path) -> None:
     said = 'hm\n</think>\n\n{"a": 1}'
     engine = FakeEngine()
     engine.info = msgspec.structs.replace(engine.info, grammars=True)
@@ -230,49 +225,42 @@ def test_an_answer_that_must_match_and_its_thinking_are_told_apart_on_each_wire(
         (directory / "chat_template.jinja").write_text(OPENED)
         return directory
 
-    async def main() -> None:
-        async with running(tmp_path, engine, write=write) as here:
-            question = [{"role": "user", "content": "q"}]
-            rendered = TextModel(byte_tokenizer(), OPENED, {}).render(question)
-            form = {"format": {"type": "json_schema", "schema": SCHEMA, "name": "x"}}
-            schema = json.dumps(SCHEMA)
-            tokens = {"max_tokens": 60, "structured_outputs": {"json": SCHEMA}}
-            bodies: dict[str, dict[str, Any]] = {
-                "/v1/chat/completions": {"model": MODEL, "messages": question} | JSON,
-                "/v1/messages": {"model": MODEL, "max_tokens": 60, "messages": question}
-                | {"output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}},
-                "/v1/responses": {"input": "q", "text": form},
-                "/v1/completions": {"model": MODEL, "prompt": rendered, "max_tokens": 60} | JSON,
-                "/generate": {"text": rendered, "sampling_params": {"json_schema": schema}},
-                "/inference/v1/generate": {"token_ids": list(ids(rendered)), "sampling_params": tokens},
-            }
-            answers = {}
-            for path, body in bodies.items():
-                for off in (False, True):
-                    got = await here.http.post(
-                        path, json=body | ({"constrain_reasoning": True} if off else {})
-                    )
-                    assert got.status_code == 200, got.text
-                    grammar = here.engine.requests[-1].grammar
-                    assert takes(grammar, said, byte_tokenizer(), IM_END) == (not off), path
-                    answers[path, off] = got.json()
-            chat = answers["/v1/chat/completions", False]["choices"][0]["message"]
-            assert (chat["reasoning_content"], json.loads(chat["content"])) == ("hm", {"a": 1})
-            chat = answers["/v1/chat/completions", True]["choices"][0]["message"]
-            assert chat == {"role": "assistant", "content": said}
-            blocks = answers["/v1/messages", False]["content"]
-            assert [block["type"] for block in blocks] == ["thinking", "text"]
-            assert json.loads(blocks[1]["text"]) == {"a": 1}
-            items = answers["/v1/responses", False]["output"]
-            assert [item["type"] for item in items] == ["reasoning", "message"]
-            assert (
-                answers["/generate", False]["text"] == answers["/v1/completions", False]["choices"][0]["text"]
-            )
-
-    asyncio.run(main())
+    async with running(tmp_path, engine, write=write) as here:
+        question = [{"role": "user", "content": "q"}]
+        rendered = TextModel(byte_tokenizer(), OPENED, {}).render(question)
+        form = {"format": {"type": "json_schema", "schema": SCHEMA, "name": "x"}}
+        schema = json.dumps(SCHEMA)
+        tokens = {"max_tokens": 60, "structured_outputs": {"json": SCHEMA}}
+        bodies: dict[str, dict[str, Any]] = {
+            "/v1/chat/completions": {"model": MODEL, "messages": question} | JSON,
+            "/v1/messages": {"model": MODEL, "max_tokens": 60, "messages": question}
+            | {"output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}},
+            "/v1/responses": {"input": "q", "text": form},
+            "/v1/completions": {"model": MODEL, "prompt": rendered, "max_tokens": 60} | JSON,
+            "/generate": {"text": rendered, "sampling_params": {"json_schema": schema}},
+            "/inference/v1/generate": {"token_ids": list(ids(rendered)), "sampling_params": tokens},
+        }
+        answers = {}
+        for path, body in bodies.items():
+            for off in (False, True):
+                got = await here.http.post(path, json=body | ({"constrain_reasoning": True} if off else {}))
+                assert got.status_code == 200, got.text
+                grammar = here.engine.requests[-1].grammar
+                assert takes(grammar, said, byte_tokenizer(), IM_END) == (not off), path
+                answers[path, off] = got.json()
+        chat = answers["/v1/chat/completions", False]["choices"][0]["message"]
+        assert (chat["reasoning_content"], json.loads(chat["content"])) == ("hm", {"a": 1})
+        chat = answers["/v1/chat/completions", True]["choices"][0]["message"]
+        assert chat == {"role": "assistant", "content": said}
+        blocks = answers["/v1/messages", False]["content"]
+        assert [block["type"] for block in blocks] == ["thinking", "text"]
+        assert json.loads(blocks[1]["text"]) == {"a": 1}
+        items = answers["/v1/responses", False]["output"]
+        assert [item["type"] for item in items] == ["reasoning", "message"]
+        assert answers["/generate", False]["text"] == answers["/v1/completions", False]["choices"][0]["text"]
 
 
-def test_a_completion_of_plain_text_is_held_to_its_schema_from_its_first_token(tmp_path: Path) -> None:
+async def test_a_completion_of_plain_text_is_held_to_its_schema_from_its_first_token(tmp_path: Path) -> None:
     engine = FakeEngine()
     engine.info = msgspec.structs.replace(engine.info, grammars=True)
 
@@ -281,18 +269,15 @@ def test_a_completion_of_plain_text_is_held_to_its_schema_from_its_first_token(t
         (directory / "chat_template.jinja").write_text(QWEN)
         return directory
 
-    async def main() -> None:
-        async with running(tmp_path, engine, write=write) as here:
-            prompts = [
-                "once",
-                TextModel(byte_tokenizer(), QWEN, {}).render([{"role": "user", "content": "q"}]),
-            ]
-            body = {"model": MODEL, "prompt": prompts, "max_tokens": 1} | JSON
-            assert (await here.http.post("/v1/completions", json=body)).status_code == 200
-            thinks = [
-                takes(request.grammar, '<think>hm</think>{"a":1}', byte_tokenizer(), IM_END)
-                for request in here.engine.requests[-2:]
-            ]
-            assert thinks == [False, True]
-
-    asyncio.run(main())
+    async with running(tmp_path, engine, write=write) as here:
+        prompts = [
+            "once",
+            TextModel(byte_tokenizer(), QWEN, {}).render([{"role": "user", "content": "q"}]),
+        ]
+        body = {"model": MODEL, "prompt": prompts, "max_tokens": 1} | JSON
+        assert (await here.http.post("/v1/completions", json=body)).status_code == 200
+        thinks = [
+            takes(request.grammar, '<think>hm</think>{"a":1}', byte_tokenizer(), IM_END)
+            for request in here.engine.requests[-2:]
+        ]
+        assert thinks == [False, True]

@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from replica_fakes import Running, running
-from test_replica_pins import in_a_loop, labels
+from test_replica_pins import labels
 from test_replica_policies import SAMPLE, UNDER, ManyPolicies, sampling
 
 from midstream.core.types import BASE_SNAPSHOT, ENGINE_FEATURES, Stage
@@ -56,7 +56,6 @@ def reds(here: Running) -> Sequence[str]:
     return [policy.snapshot for policy in here.replica.report().others]
 
 
-@in_a_loop
 async def test_an_adapter_is_loaded_once_the_weights_serve_that_it_stands_on(tmp_path: Path) -> None:
     engine = one_base()
     async with running(tmp_path, engine) as here:
@@ -75,7 +74,6 @@ async def test_an_adapter_is_loaded_once_the_weights_serve_that_it_stands_on(tmp
         await here.until(lambda: reds(here) == ["red-2"])
 
 
-@in_a_loop
 async def test_an_adapter_says_in_its_report_what_it_waits_for(tmp_path: Path) -> None:
     """Full weights that fail everywhere make it wait for the next ones, which may never come."""
     async with running(tmp_path, one_base()) as here:
@@ -93,7 +91,6 @@ async def test_an_adapter_says_in_its_report_what_it_waits_for(tmp_path: Path) -
         assert said(here) is None
 
 
-@in_a_loop
 async def test_with_a_base_of_its_own_an_adapter_waits_for_nothing(tmp_path: Path) -> None:
     async with running(tmp_path, ManyPolicies()) as here:
         await desire_red(here, "red-1", stands_on=2)
@@ -101,7 +98,6 @@ async def test_with_a_base_of_its_own_an_adapter_waits_for_nothing(tmp_path: Pat
         assert serving(here) == BASE_SNAPSHOT
 
 
-@in_a_loop
 async def test_weights_that_end_policies_wait_for_their_requests(tmp_path: Path) -> None:
     engine = one_base()
     async with running(tmp_path, engine) as here:
@@ -130,7 +126,6 @@ async def test_weights_that_end_policies_wait_for_their_requests(tmp_path: Path)
         assert "were ended with the weights before step-1" in (blue.error or "")
 
 
-@in_a_loop
 async def test_a_late_policy_is_not_loaded_while_weights_that_end_it_wait(tmp_path: Path) -> None:
     engine = one_base()
     async with running(tmp_path, engine) as here:
@@ -148,7 +143,6 @@ async def test_a_late_policy_is_not_loaded_while_weights_that_end_it_wait(tmp_pa
         await here.until(lambda: serving(here) == "step-1")
 
 
-@in_a_loop
 async def test_requests_of_ended_policies_that_take_too_long_end_with_what_they_have(tmp_path: Path) -> None:
     engine = one_base()
     async with running(tmp_path, engine, pin_drain_s=0.0) as here:
@@ -160,7 +154,6 @@ async def test_requests_of_ended_policies_that_take_too_long_end_with_what_they_
         assert labels((await stream).text) == ["red-1"] * 2
 
 
-@in_a_loop
 @pytest.mark.parametrize("ends", [True, False])
 async def test_full_weights_do_not_wait_for_requests_of_policies_that_stand_still_until_them(
     tmp_path: Path, ends: bool
@@ -180,7 +173,6 @@ async def test_full_weights_do_not_wait_for_requests_of_policies_that_stand_stil
             assert "it had 0 s to end" in (await stream).text
 
 
-@in_a_loop
 async def test_an_adapter_ends_no_pinned_requests_of_its_policy_while_these_cannot_end(
     tmp_path: Path,
 ) -> None:
@@ -200,7 +192,6 @@ async def test_an_adapter_ends_no_pinned_requests_of_its_policy_while_these_cann
         await here.until(lambda: (reds(here), serving(here)) == (["red-2"], "step-1"))
 
 
-@in_a_loop
 @pytest.mark.parametrize(("reset", "kept"), [("all", False), ("none", True)])
 async def test_policies_that_cross_keep_as_much_cached_kv_as_the_signal_says(
     tmp_path: Path, reset: str, kept: bool
@@ -222,7 +213,6 @@ async def test_policies_that_cross_keep_as_much_cached_kv_as_the_signal_says(
         assert (salts[0] == salts[1]) is kept
 
 
-@in_a_loop
 async def test_full_weights_wait_for_the_requests_that_are_pinned_to_a_policys_snapshot(
     tmp_path: Path,
 ) -> None:
@@ -244,7 +234,6 @@ async def test_full_weights_wait_for_the_requests_that_are_pinned_to_a_policys_s
         await here.until(lambda: here.replica.report().others[0].pinnable)
 
 
-@in_a_loop
 async def test_full_weights_that_are_given_up_while_they_wait_let_requests_be_pinned_again(
     tmp_path: Path,
 ) -> None:

@@ -72,17 +72,14 @@ def test_the_base_weights_are_checked_before_the_replica_is_ready(tmp_path: Path
     play(tmp_path, scenario)
 
 
-def test_a_replica_whose_base_weights_are_not_sound_does_not_start(tmp_path: Path) -> None:
-    async def main() -> None:
-        engine = FakeEngine()
-        engine.canary[BASE_SNAPSHOT] = [NAN]
-        replica = make_replica(tmp_path, engine, FakeSource())
-        with pytest.raises(NotSound, match="canary token 1 is nan"):
-            await replica.start()
-        assert (replica.ready, replica.own.gate.door) == (False, Door.DOWN)
-        await replica.close()
-
-    asyncio.run(main())
+async def test_a_replica_whose_base_weights_are_not_sound_does_not_start(tmp_path: Path) -> None:
+    engine = FakeEngine()
+    engine.canary[BASE_SNAPSHOT] = [NAN]
+    replica = make_replica(tmp_path, engine, FakeSource())
+    with pytest.raises(NotSound, match="canary token 1 is nan"):
+        await replica.start()
+    assert (replica.ready, replica.own.gate.door) == (False, Door.DOWN)
+    await replica.close()
 
 
 def test_what_the_check_found_is_reported_once_the_snapshot_is_ready(tmp_path: Path) -> None:

@@ -65,23 +65,20 @@ def test_the_gate_counts_choices(tmp_path: Path) -> None:
     play(tmp_path, FakeEngine(allowed=1), scenario, requests_max=5)
 
 
-def test_a_request_larger_than_the_bound_is_served_when_it_is_alone() -> None:
-    async def main() -> None:
-        gate = Gate(lambda: None, requests_max=2)
-        gate.set(Door.OPEN)
-        await gate.enter(0, 3)
-        with gate.admitted(3), pytest.raises(Overloaded):
-            await gate.enter(0, 1)
-        gate.set(Door.HELD)
-        large = asyncio.create_task(gate.enter(60, 3))
-        await asyncio.sleep(0)
-        assert (gate.waiting, gate.choices) == (1, 3)
-        with pytest.raises(Overloaded):
-            await gate.enter(60, 1)
-        gate.set(Door.OPEN)
-        await large
-
-    asyncio.run(main())
+async def test_a_request_larger_than_the_bound_is_served_when_it_is_alone() -> None:
+    gate = Gate(lambda: None, requests_max=2)
+    gate.set(Door.OPEN)
+    await gate.enter(0, 3)
+    with gate.admitted(3), pytest.raises(Overloaded):
+        await gate.enter(0, 1)
+    gate.set(Door.HELD)
+    large = asyncio.create_task(gate.enter(60, 3))
+    await asyncio.sleep(0)
+    assert (gate.waiting, gate.choices) == (1, 3)
+    with pytest.raises(Overloaded):
+        await gate.enter(60, 1)
+    gate.set(Door.OPEN)
+    await large
 
 
 @pytest.mark.parametrize(

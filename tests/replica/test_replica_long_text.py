@@ -236,120 +236,108 @@ def test_tokenizing_lets_other_threads_work(tmp_path: Path, name: str) -> None:
 # Whose turn it is
 
 
-def test_one_tenants_long_texts_are_read_one_after_another_and_another_tenants_beside_them() -> None:
-    async def main() -> None:
-        jobs, order = TextJobs(), list[str]()
-        go_on = {name: threading.Event() for name in ("a1", "a2", "b1")}
-        begun = {name: asyncio.Event() for name in go_on}
-        loop = asyncio.get_running_loop()
+async def test_one_tenants_long_texts_are_read_one_after_another_and_another_tenants_beside_them() -> None:
+    jobs, order = TextJobs(), list[str]()
+    go_on = {name: threading.Event() for name in ("a1", "a2", "b1")}
+    begun = {name: asyncio.Event() for name in go_on}
+    loop = asyncio.get_running_loop()
 
-        def job(name: str) -> Callable[[Leave], str]:
-            def work(leave: Leave) -> str:
-                loop.call_soon_threadsafe(begun[name].set)
-                go_on[name].wait()
-                order.append(name)
-                return name
+    def job(name: str) -> Callable[[Leave], str]:
+        def work(leave: Leave) -> str:
+            loop.call_soon_threadsafe(begun[name].set)
+            go_on[name].wait()
+            order.append(name)
+            return name
 
-            return work
+        return work
 
-        a1 = asyncio.create_task(jobs.run("a", job("a1")))
-        await begun["a1"].wait()
-        a2 = asyncio.create_task(jobs.run("a", job("a2")))
-        b1 = asyncio.create_task(jobs.run("b", job("b1")))
-        await begun["b1"].wait()
-        assert (jobs.jobs, begun["a2"].is_set()) == (3, False)
-        go_on["b1"].set()
-        assert await b1 == "b1"
-        assert not begun["a2"].is_set()
-        go_on["a2"].set()
-        go_on["a1"].set()
-        assert [await a1, await a2] == ["a1", "a2"]
-        assert order == ["b1", "a1", "a2"]
-        assert repr(jobs) == "TextJobs(0 jobs of 0 tenants)"
-        jobs.close()
-
-    asyncio.run(main())
+    a1 = asyncio.create_task(jobs.run("a", job("a1")))
+    await begun["a1"].wait()
+    a2 = asyncio.create_task(jobs.run("a", job("a2")))
+    b1 = asyncio.create_task(jobs.run("b", job("b1")))
+    await begun["b1"].wait()
+    assert (jobs.jobs, begun["a2"].is_set()) == (3, False)
+    go_on["b1"].set()
+    assert await b1 == "b1"
+    assert not begun["a2"].is_set()
+    go_on["a2"].set()
+    go_on["a1"].set()
+    assert [await a1, await a2] == ["a1", "a2"]
+    assert order == ["b1", "a1", "a2"]
+    assert repr(jobs) == "TextJobs(0 jobs of 0 tenants)"
+    jobs.close()
 
 
-def test_a_job_whose_client_left_stops_at_its_next_step_and_the_next_one_begins() -> None:
-    async def main() -> None:
-        jobs, loop = TextJobs(), asyncio.get_running_loop()
-        begun, ended = asyncio.Event(), threading.Event()
-        may_go_on, stopped = threading.Event(), list[str]()
+async def test_a_job_whose_client_left_stops_at_its_next_step_and_the_next_one_begins() -> None:
+    jobs, loop = TextJobs(), asyncio.get_running_loop()
+    begun, ended = asyncio.Event(), threading.Event()
+    may_go_on, stopped = threading.Event(), list[str]()
 
-        def job(leave: Leave) -> None:
-            loop.call_soon_threadsafe(begun.set)
-            may_go_on.wait()
-            try:
-                leave.check()
-            except Left:
-                stopped.append("left")
-                raise
-            finally:
-                ended.set()
+    def job(leave: Leave) -> None:
+        loop.call_soon_threadsafe(begun.set)
+        may_go_on.wait()
+        try:
+            leave.check()
+        except Left:
+            stopped.append("left")
+            raise
+        finally:
+            ended.set()
 
-        task = asyncio.create_task(jobs.run("a", job))
-        await begun.wait()
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        assert jobs.jobs == 1
-        may_go_on.set()
-        assert await jobs.run("a", lambda leave: "next") == "next"
-        assert ended.is_set()
-        assert jobs.jobs == 0
-        assert stopped == ["left"]
-        jobs.close()
-
-    asyncio.run(main())
+    task = asyncio.create_task(jobs.run("a", job))
+    await begun.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert jobs.jobs == 1
+    may_go_on.set()
+    assert await jobs.run("a", lambda leave: "next") == "next"
+    assert ended.is_set()
+    assert jobs.jobs == 0
+    assert stopped == ["left"]
+    jobs.close()
 
 
-def test_jobs_whose_clients_left_take_no_more_than_their_tenants_turn() -> None:
+async def test_jobs_whose_clients_left_take_no_more_than_their_tenants_turn() -> None:
     """A step may be long: whoever sends, leaves and sends again must not keep all threads."""
 
-    async def main() -> None:
-        jobs, loop = TextJobs(), asyncio.get_running_loop()
-        begun, go_on = asyncio.Event(), threading.Event()
-        running: list[int] = []
+    jobs, loop = TextJobs(), asyncio.get_running_loop()
+    begun, go_on = asyncio.Event(), threading.Event()
+    running: list[int] = []
 
-        def job(leave: Leave) -> None:
-            running.append(1)
-            loop.call_soon_threadsafe(begun.set)
-            go_on.wait()
+    def job(leave: Leave) -> None:
+        running.append(1)
+        loop.call_soon_threadsafe(begun.set)
+        go_on.wait()
 
-        try:
-            for _ in range(3):
-                task = asyncio.create_task(jobs.run("a", job))
-                await begun.wait()
-                await asyncio.sleep(0.05)
-                task.cancel()
-                with pytest.raises(asyncio.CancelledError):
-                    await task
-            assert await asyncio.wait_for(jobs.run("b", lambda leave: "b"), 120) == "b"
-            assert len(running) == 1
-        finally:
-            go_on.set()
-        assert await jobs.run("a", lambda leave: "a") == "a"
-        assert repr(jobs) == "TextJobs(0 jobs of 0 tenants)"
-        jobs.close()
-
-    asyncio.run(main())
-
-
-def test_more_long_texts_than_may_wait_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def main() -> None:
-        monkeypatch.setattr(text_jobs, "WAITING_MAX", 1)
-        jobs, go_on = TextJobs(), threading.Event()
-        first = asyncio.create_task(jobs.read("a", lambda leave: go_on.wait()))
-        await asyncio.sleep(0)
-        with pytest.raises(Overloaded, match="1 long texts wait to be tokenized; retry it later"):
-            await jobs.read("b", lambda leave: None)
-        assert await jobs.run("b", lambda leave: "no text") == "no text"
+    try:
+        for _ in range(3):
+            task = asyncio.create_task(jobs.run("a", job))
+            await begun.wait()
+            await asyncio.sleep(0.05)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        assert await asyncio.wait_for(jobs.run("b", lambda leave: "b"), 120) == "b"
+        assert len(running) == 1
+    finally:
         go_on.set()
-        await first
-        jobs.close()
+    assert await jobs.run("a", lambda leave: "a") == "a"
+    assert repr(jobs) == "TextJobs(0 jobs of 0 tenants)"
+    jobs.close()
 
-    asyncio.run(main())
+
+async def test_more_long_texts_than_may_wait_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(text_jobs, "WAITING_MAX", 1)
+    jobs, go_on = TextJobs(), threading.Event()
+    first = asyncio.create_task(jobs.read("a", lambda leave: go_on.wait()))
+    await asyncio.sleep(0)
+    with pytest.raises(Overloaded, match="1 long texts wait to be tokenized; retry it later"):
+        await jobs.read("b", lambda leave: None)
+    assert await jobs.run("b", lambda leave: "no text") == "no text"
+    go_on.set()
+    await first
+    jobs.close()
 
 
 def test_long_bodies_of_token_ids_are_no_long_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -364,30 +352,29 @@ def test_long_bodies_of_token_ids_are_no_long_texts(tmp_path: Path, monkeypatch:
     play(tmp_path, FakeEngine(), scenario)
 
 
-def test_texts_that_wait_when_a_replica_ends_are_refused_and_their_requests_may_begin_elsewhere() -> None:
+async def test_texts_that_wait_when_a_replica_ends_are_refused_and_their_requests_may_begin_elsewhere() -> (
+    None
+):
     """One that waits for a thread was never answered, one that waits for its tenant's turn was a 500."""
 
-    async def main() -> None:
-        jobs, go_on, run = TextJobs(), threading.Event(), threading.Barrier(text_jobs.THREADS + 1)
+    jobs, go_on, run = TextJobs(), threading.Event(), threading.Barrier(text_jobs.THREADS + 1)
 
-        def job(_: Leave) -> str:
-            run.wait(60)
-            go_on.wait()
-            return "read"
+    def job(_: Leave) -> str:
+        run.wait(60)
+        go_on.wait()
+        return "read"
 
-        tenants = "abcab"
-        tasks = [asyncio.create_task(jobs.run(tenant, job)) for tenant in tenants]
-        # A thread that has been given a job runs it when it gets the interpreter.
-        await asyncio.to_thread(run.wait, 60)
-        jobs.close()
-        go_on.set()
-        done = await asyncio.gather(*tasks, jobs.run("d", job), return_exceptions=True)
-        assert done[:2] == ["read", "read"], "those that ran have ended"
-        assert [type(end) for end in done[2:]] == [AnotherBoot] * 4
-        await asyncio.sleep(0)
-        assert repr(jobs) == "TextJobs(0 jobs of 0 tenants)"
-
-    asyncio.run(main())
+    tenants = "abcab"
+    tasks = [asyncio.create_task(jobs.run(tenant, job)) for tenant in tenants]
+    # A thread that has been given a job runs it when it gets the interpreter.
+    await asyncio.to_thread(run.wait, 60)
+    jobs.close()
+    go_on.set()
+    done = await asyncio.gather(*tasks, jobs.run("d", job), return_exceptions=True)
+    assert done[:2] == ["read", "read"], "those that ran have ended"
+    assert [type(end) for end in done[2:]] == [AnotherBoot] * 4
+    await asyncio.sleep(0)
+    assert repr(jobs) == "TextJobs(0 jobs of 0 tenants)"
 
 
 class Text:

@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 from replica_fakes import FakeEngine, Running, running, sse
-from test_replica_pins import BODY, in_a_loop, streaming
+from test_replica_pins import BODY, streaming
 
 from midstream.core.types import Pause
 from midstream.engine.base import StagingFailed
@@ -35,7 +35,6 @@ def said(text: str) -> tuple[str, list[Any]]:
     return "".join(choice["text"] for choice in choices), [choice["finish_reason"] for choice in choices]
 
 
-@in_a_loop
 async def test_newcomers_wait_as_long_as_the_pause_lasts_and_a_swap_does_not_let_them_in(
     tmp_path: Path,
 ) -> None:
@@ -55,7 +54,6 @@ async def test_newcomers_wait_as_long_as_the_pause_lasts_and_a_swap_does_not_let
         assert not await is_held(here)
 
 
-@in_a_loop
 async def test_an_abort_ends_streams_and_plain_answers_with_what_they_have(tmp_path: Path) -> None:
     async with running(tmp_path, FakeEngine()) as here, streaming(here) as stream:
         plain = asyncio.create_task(here.http.post("/v1/completions", json=BODY | {"stream": False, "n": 2}))
@@ -70,7 +68,6 @@ async def test_an_abort_ends_streams_and_plain_answers_with_what_they_have(tmp_p
         assert here.engine.calls.count("pause") == 0
 
 
-@in_a_loop
 async def test_each_wire_tells_that_an_answer_was_cut(tmp_path: Path) -> None:
     bodies: dict[str, dict[str, Any]] = {
         "/generate": {"input_ids": [65], "sampling_params": {"max_new_tokens": 6}},
@@ -92,7 +89,6 @@ async def test_each_wire_tells_that_an_answer_was_cut(tmp_path: Path) -> None:
         assert [told["midstream"]["finish_reason"] for told in (messages, responses)] == ["abort", "abort"]
 
 
-@in_a_loop
 async def test_each_wire_tells_of_a_dead_end_and_keeps_the_tokens_before_it(tmp_path: Path) -> None:
     plain = {"stream": False, "return_token_ids": True}
     async with running(tmp_path, FakeEngine()) as here:
@@ -119,7 +115,6 @@ async def test_each_wire_tells_of_a_dead_end_and_keeps_the_tokens_before_it(tmp_
         assert said((await here.http.post("/v1/completions", json=BODY)).text)[1][-1] == "dead_end"
 
 
-@in_a_loop
 async def test_an_abort_by_name_ends_no_other_request(tmp_path: Path) -> None:
     async with (
         running(tmp_path, FakeEngine()) as here,
@@ -134,7 +129,6 @@ async def test_an_abort_by_name_ends_no_other_request(tmp_path: Path) -> None:
         assert said((await other).text)[1][-1] == "length"
 
 
-@in_a_loop
 async def test_keep_freezes_the_engine_until_the_pause_ends_and_another_mode_lets_it_go(
     tmp_path: Path,
 ) -> None:
@@ -146,7 +140,6 @@ async def test_keep_freezes_the_engine_until_the_pause_ends_and_another_mode_let
         assert here.replica.report().pause == Pause(3, "abort")
 
 
-@in_a_loop
 async def test_a_pause_that_failed_is_carried_out_when_its_message_comes_again(tmp_path: Path) -> None:
     engine = FakeEngine()
     failures = [StagingFailed("no room")]
@@ -167,7 +160,6 @@ async def test_a_pause_that_failed_is_carried_out_when_its_message_comes_again(t
         assert engine.calls.count("pause") == 1
 
 
-@in_a_loop
 async def test_an_engine_that_begins_anew_in_a_pause_serves_nobody_before_it_ends(tmp_path: Path) -> None:
     async with running(tmp_path, FakeEngine()) as here:
         await pause(here, 1, "keep")
@@ -179,7 +171,6 @@ async def test_an_engine_that_begins_anew_in_a_pause_serves_nobody_before_it_end
         assert not await is_held(here)
 
 
-@in_a_loop
 async def test_a_reset_of_the_cache_gives_equal_requests_another_salt(tmp_path: Path) -> None:
     async with running(tmp_path, FakeEngine()) as here:
         for reset in (False, False, True):
@@ -207,7 +198,6 @@ def ends(answer: httpx.Response) -> list[tuple[str, str, int]]:
     ]
 
 
-@in_a_loop
 async def test_each_id_of_a_list_is_known_and_ends_alone(tmp_path: Path) -> None:
     async with running(tmp_path, FakeEngine(allowed=2)) as here:
         asked = asyncio.create_task(here.http.post("/generate", json=batch(["a", "b", "c"], 3)))
@@ -218,7 +208,6 @@ async def test_each_id_of_a_list_is_known_and_ends_alone(tmp_path: Path) -> None
         assert ends(await asked) == [("a", "abort", 2), ("b", "abort", 2), ("c", "length", 6)]
 
 
-@in_a_loop
 async def test_each_choice_of_a_prompt_ends_alone_and_its_id_ends_all(tmp_path: Path) -> None:
     async with running(tmp_path, FakeEngine(allowed=2)) as here:
         asked = asyncio.create_task(here.http.post("/generate", json=batch(["a", "b"], 2, n=2)))
@@ -233,7 +222,6 @@ async def test_each_choice_of_a_prompt_ends_alone_and_its_id_ends_all(tmp_path: 
         ]
 
 
-@in_a_loop
 async def test_requests_that_a_pause_holds_end_by_name_and_the_others_wait_on(tmp_path: Path) -> None:
     async with running(tmp_path, FakeEngine()) as here:
         await pause(here, 1, "wait")
@@ -254,7 +242,6 @@ async def test_requests_that_a_pause_holds_end_by_name_and_the_others_wait_on(tm
         assert not here.replica.own.service.called
 
 
-@in_a_loop
 async def test_all_means_those_that_wait_too_but_a_pause_ends_none_of_them(tmp_path: Path) -> None:
     async with running(tmp_path, FakeEngine()) as here:
         await pause(here, 1, "wait")
@@ -285,7 +272,6 @@ class Slow:
         self._between.clear()
 
 
-@in_a_loop
 async def test_a_choice_that_ends_while_others_are_told_that_they_did_ends_too(tmp_path: Path) -> None:
     async with running(tmp_path, FakeEngine()) as here:
         service = here.replica.own.service

@@ -1,9 +1,8 @@
 """What a request may ask of the snapshot that serves it, at one replica: asked for by body, name or gateway; pinned to it."""
 
 import asyncio
-import functools
 import json
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -14,17 +13,6 @@ from replica_fakes import MODEL, FakeEngine, Running, running, sse
 
 from midstream.core.types import Stage
 from midstream.core.versions import HEADER_ADMITTED, HEADER_REFUSED, Admitted, as_header
-
-DEADLINE_S = 120
-
-
-def in_a_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
-    @functools.wraps(test)
-    def bounded(**given: Any) -> None:
-        asyncio.run(asyncio.wait_for(test(**given), DEADLINE_S))
-
-    return bounded
-
 
 BODY = {"model": MODEL, "prompt": [65], "max_tokens": 6, "stream": True}
 
@@ -70,7 +58,6 @@ def admitted(snapshot: str, **more: bool) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("form", ["model", "body", "gateway"])
-@in_a_loop
 async def test_a_swap_waits_for_the_stream_that_is_pinned_and_no_other_crosses_unlabelled(
     tmp_path: Path, form: str
 ) -> None:
@@ -98,7 +85,6 @@ async def test_a_swap_waits_for_the_stream_that_is_pinned_and_no_other_crosses_u
         assert sse((await free).text)[-1] == "[DONE]"
 
 
-@in_a_loop
 async def test_streams_that_are_not_pinned_cross_while_others_are_waited_for(tmp_path: Path) -> None:
     async with running(tmp_path, FakeEngine()) as here, streaming(here, max_tokens=8) as free:
         async with streaming(here, f"{MODEL}@base", max_tokens=4) as pinned:
@@ -111,7 +97,6 @@ async def test_streams_that_are_not_pinned_cross_while_others_are_waited_for(tmp
         assert labels((await free).text) == ["base"] * 4 + ["v1"] * 4
 
 
-@in_a_loop
 async def test_nobody_is_pinned_anew_while_a_swap_waits_and_everybody_else_is_served(tmp_path: Path) -> None:
     async with (
         running(tmp_path, FakeEngine()) as here,
@@ -132,7 +117,6 @@ async def test_nobody_is_pinned_anew_while_a_swap_waits_and_everybody_else_is_se
         assert labels(answer.text) == ["v1"] * 6
 
 
-@in_a_loop
 async def test_a_pinned_stream_that_outlasts_the_drain_ends_with_an_error_and_is_not_crossed(
     tmp_path: Path,
 ) -> None:
@@ -151,7 +135,6 @@ async def test_a_pinned_stream_that_outlasts_the_drain_ends_with_an_error_and_is
         assert here.replica.report().own.pinnable
 
 
-@in_a_loop
 async def test_a_pinned_plain_request_that_outlasts_the_drain_is_a_409(tmp_path: Path) -> None:
     async with (
         running(tmp_path, FakeEngine(), pin_drain_s=0.0) as here,
@@ -166,7 +149,6 @@ async def test_a_pinned_plain_request_that_outlasts_the_drain_is_a_409(tmp_path:
         assert told == {"serving": "base", "pinnable": False, "constraint": {"snapshot": "base"}}
 
 
-@in_a_loop
 async def test_other_files_under_the_name_that_serves_wait_for_its_pinned_streams_too(tmp_path: Path) -> None:
     async with running(tmp_path, FakeEngine()) as here:
         await here.swapped("v1", fingerprint="one")
@@ -179,7 +161,6 @@ async def test_other_files_under_the_name_that_serves_wait_for_its_pinned_stream
         await here.until(lambda: len(here.engine.switches) == 2 and here.replica.report().own.pinnable)
 
 
-@in_a_loop
 async def test_the_same_files_loaded_once_more_do_not_wait_for_pinned_streams(tmp_path: Path) -> None:
     async with running(tmp_path, FakeEngine()) as here:
         await here.swapped("v1", fingerprint="one")
@@ -190,7 +171,6 @@ async def test_the_same_files_loaded_once_more_do_not_wait_for_pinned_streams(tm
             assert labels((await pinned).text) == ["v1"] * 6
 
 
-@in_a_loop
 async def test_a_newer_snapshot_takes_the_place_of_one_that_waits_for_pinned_streams(tmp_path: Path) -> None:
     async with (
         running(tmp_path, FakeEngine()) as here,
@@ -212,7 +192,6 @@ class Standing(FakeEngine):
     awaits_commit = True
 
 
-@in_a_loop
 async def test_a_swap_does_not_wait_for_pinned_streams_that_stand_still_until_it(tmp_path: Path) -> None:
     async with (
         running(tmp_path, Standing(), pin_drain_s=3600.0) as here,
@@ -223,7 +202,6 @@ async def test_a_swap_does_not_wait_for_pinned_streams_that_stand_still_until_it
         await here.until(lambda: here.replica.report().own.snapshot == "v1")
 
 
-@in_a_loop
 async def test_a_sync_swap_that_would_wait_for_streams_that_wait_for_it_fails(tmp_path: Path) -> None:
     async with running(tmp_path, Standing()) as here, streaming(here):
         await here.swap("v1", transition="SYNC")
@@ -231,7 +209,6 @@ async def test_a_sync_swap_that_would_wait_for_streams_that_wait_for_it_fails(tm
         assert here.engine.switches == []
 
 
-@in_a_loop
 async def test_a_sync_swap_lets_pinned_streams_end_too(tmp_path: Path) -> None:
     async with (
         running(tmp_path, FakeEngine(), pin_drain_s=0.0) as here,
@@ -244,7 +221,6 @@ async def test_a_sync_swap_lets_pinned_streams_end_too(tmp_path: Path) -> None:
         await here.until(lambda: here.replica.report().own.snapshot == "v1")
 
 
-@in_a_loop
 async def test_what_takes_the_order_of_signals_is_left_to_the_gateway(tmp_path: Path) -> None:
     async with running(tmp_path, FakeEngine()) as here:
         for constraint in ({"min_snapshot": "v1"}, {"max_staleness": 0, "wait": 2}):
@@ -260,7 +236,6 @@ async def test_what_takes_the_order_of_signals_is_left_to_the_gateway(tmp_path: 
             assert labels(answer.text) == ["base"] * 6
 
 
-@in_a_loop
 async def test_a_request_is_served_only_by_the_snapshot_that_its_gateway_judged_by(tmp_path: Path) -> None:
     async with running(tmp_path, FakeEngine()) as here:
         here.engine.commit_gate.clear()
@@ -293,7 +268,6 @@ async def test_a_request_is_served_only_by_the_snapshot_that_its_gateway_judged_
         ("v1", "midstream"),
     ],
 )
-@in_a_loop
 async def test_a_version_constraint_that_cannot_be_understood_is_refused_by_its_name(
     tmp_path: Path, given: Any, param: str
 ) -> None:
@@ -303,7 +277,6 @@ async def test_a_version_constraint_that_cannot_be_understood_is_refused_by_its_
         assert here.engine.requests == []
 
 
-@in_a_loop
 async def test_a_body_that_asks_for_two_snapshots_is_refused(tmp_path: Path) -> None:
     async with running(tmp_path, FakeEngine()) as here:
         body = BODY | {"model": f"{MODEL}@base", "midstream": {"snapshot": "v1"}}

@@ -7,7 +7,7 @@ from typing import Any
 
 import httpx
 from replica_fakes import FakeEngine, Running, record, running, sse
-from test_replica_pins import BODY, in_a_loop, labels
+from test_replica_pins import BODY, labels
 
 from midstream.core.errors import HEADER_ANOTHER_BOOT, HEADER_NOT_LOADED
 from midstream.core.headers import HEADER_POLICY
@@ -113,7 +113,6 @@ async def sampling(here: Running, **fields: Any) -> asyncio.Task[httpx.Response]
     return task
 
 
-@in_a_loop
 async def test_an_ended_policys_requests_go_on_to_their_end_and_the_engine_has_it_until_then(
     tmp_path: Path,
 ) -> None:
@@ -140,7 +139,6 @@ async def test_an_ended_policys_requests_go_on_to_their_end_and_the_engine_has_i
         assert engine.ended_policies == ["red#1"]
 
 
-@in_a_loop
 async def test_messages_of_an_older_policy_of_the_name_change_nothing_for_the_newer(tmp_path: Path) -> None:
     engine = ManyPolicies()
     async with running(tmp_path, engine) as here:
@@ -158,7 +156,6 @@ async def test_messages_of_an_older_policy_of_the_name_change_nothing_for_the_ne
         await here.until(lambda: reported(here) == {3.0: "newest"})
 
 
-@in_a_loop
 async def test_a_drain_waits_for_the_requests_of_a_policy_that_was_just_ended(tmp_path: Path) -> None:
     async with running(tmp_path, ManyPolicies()) as here:
         await desire(here, 1.0, "red-1")
@@ -175,7 +172,6 @@ async def test_a_drain_waits_for_the_requests_of_a_policy_that_was_just_ended(tm
         await drained
 
 
-@in_a_loop
 async def test_a_replica_that_takes_no_more_requests_takes_none_of_a_new_policy_either(
     tmp_path: Path,
 ) -> None:
@@ -188,7 +184,6 @@ async def test_a_replica_that_takes_no_more_requests_takes_none_of_a_new_policy_
         assert list(here.replica.policies) == [here.replica.own]
 
 
-@in_a_loop
 async def test_a_boot_ends_without_waiting_for_an_ended_policys_requests(tmp_path: Path) -> None:
     engine = ManyPolicies()
     async with running(tmp_path, engine) as here:
@@ -241,7 +236,6 @@ async def asked(here: Running, policy: str) -> httpx.Response:
     return await here.http.post("/v1/completions", json=body, headers={HEADER_POLICY: policy})
 
 
-@in_a_loop
 async def test_the_least_recently_used_policy_makes_way_and_comes_back_with_its_stage_changes_going_on(
     tmp_path: Path,
 ) -> None:
@@ -268,7 +262,6 @@ async def test_the_least_recently_used_policy_makes_way_and_comes_back_with_its_
         assert "red" not in names(here)
 
 
-@in_a_loop
 async def test_a_policy_in_use_never_makes_way_and_the_newcomer_is_told_so(tmp_path: Path) -> None:
     engine = ManyPolicies()
     async with running(tmp_path, engine, policies_max=2) as here:
@@ -285,7 +278,6 @@ async def test_a_policy_in_use_never_makes_way_and_the_newcomer_is_told_so(tmp_p
         assert labels((await stream).text) == ["red-1"] * 6
 
 
-@in_a_loop
 async def test_an_ended_policy_that_has_requests_left_counts_as_held(tmp_path: Path) -> None:
     engine = ManyPolicies()
     async with running(tmp_path, engine, policies_max=1) as here:
@@ -299,7 +291,6 @@ async def test_an_ended_policy_that_has_requests_left_counts_as_held(tmp_path: P
         await loaded(here, "green")
 
 
-@in_a_loop
 async def test_a_policy_that_has_just_loaded_waits_for_its_first_request(tmp_path: Path) -> None:
     clock, engine = Clock(), ManyPolicies()
     async with running(tmp_path, engine, policies_max=1, monotonic=clock) as here:
@@ -312,7 +303,6 @@ async def test_a_policy_that_has_just_loaded_waits_for_its_first_request(tmp_pat
         await loaded(here, "red")
 
 
-@in_a_loop
 async def test_files_are_fetched_early_for_a_policy_that_is_here(tmp_path: Path) -> None:
     async with running(tmp_path, ManyPolicies()) as here:
         await loaded(here, "red")
@@ -324,7 +314,6 @@ async def test_files_are_fetched_early_for_a_policy_that_is_here(tmp_path: Path)
         assert early == ["prefetch red-2 f"]
 
 
-@in_a_loop
 async def test_what_loads_or_fails_to_load(tmp_path: Path) -> None:
     """A policy that loads keeps its place. One that failed and serves nothing gives it up."""
     async with running(tmp_path, ManyPolicies(), policies_max=1) as here:
@@ -343,7 +332,6 @@ async def test_what_loads_or_fails_to_load(tmp_path: Path) -> None:
         assert names(here) == {"green"}
 
 
-@in_a_loop
 async def test_the_files_of_an_ended_policy_go_after_its_last_request_and_those_of_a_newer_one_stay(
     tmp_path: Path,
 ) -> None:
@@ -368,7 +356,6 @@ async def test_the_files_of_an_ended_policy_go_after_its_last_request_and_those_
         await here.until(lambda: removed() == ["remove the files of red"])
 
 
-@in_a_loop
 async def test_the_files_of_a_policy_that_made_way_stay_until_it_is_ended(tmp_path: Path) -> None:
     engine = ManyPolicies()
     async with running(tmp_path, engine, policies_max=1) as here:

@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 from replica_fakes import MODEL, FakeEngine, Running, running, sse
-from test_replica_pins import BODY, admitted, in_a_loop, labels, refused, streaming
+from test_replica_pins import BODY, admitted, labels, refused, streaming
 from test_resume_pipeline import COMPLETIONS, PROMPT, an_engine, resume, stream
 
 from midstream.core.types import BASE_SNAPSHOT, EngineCard, GenerateRequest, Stage
@@ -37,7 +37,6 @@ async def after(here: Running, *snapshots: str) -> tuple[str, ...]:
     return here.replica.report().own.resident
 
 
-@in_a_loop
 async def test_a_swap_waits_for_no_pinned_stream_which_goes_on_under_its_own_snapshot(tmp_path: Path) -> None:
     async with running(tmp_path, FakeEngine(), residency=TWO, pin_drain_s=0.0) as here:
         async with streaming(here, f"{MODEL}@base") as pinned, streaming(here) as free:
@@ -54,7 +53,6 @@ async def test_a_swap_waits_for_no_pinned_stream_which_goes_on_under_its_own_sna
         assert (await served(here)).snapshot is None
 
 
-@in_a_loop
 async def test_the_last_snapshots_stay_and_of_older_ones_a_request_is_told_what_does(tmp_path: Path) -> None:
     async with running(tmp_path, FakeEngine(), residency=THREE) as here:
         assert await after(here, "v1") == ("base",)
@@ -75,7 +73,6 @@ async def test_the_last_snapshots_stay_and_of_older_ones_a_request_is_told_what_
         assert here.engine.holds == {"v1", "v3", "v4"}
 
 
-@in_a_loop
 async def test_a_snapshot_in_use_stays_beyond_the_number_until_its_last_request_ends(
     tmp_path: Path,
 ) -> None:
@@ -93,7 +90,6 @@ async def test_a_snapshot_in_use_stays_beyond_the_number_until_its_last_request_
         assert (await refused(here, model=f"{MODEL}@v2"))["serving"] == "v3"
 
 
-@in_a_loop
 async def test_beyond_the_bound_a_swap_waits_for_the_least_recently_used_alone(tmp_path: Path) -> None:
     bound = Residency(3, most=2)
     async with (
@@ -115,7 +111,6 @@ async def test_beyond_the_bound_a_swap_waits_for_the_least_recently_used_alone(t
             assert labels((await newer).text) == ["v1"] * 8
 
 
-@in_a_loop
 async def test_beyond_the_bound_a_request_that_outlasts_the_drain_ends_with_an_error(tmp_path: Path) -> None:
     bound = Residency(3, most=2)
     async with (
@@ -132,7 +127,6 @@ async def test_beyond_the_bound_a_request_that_outlasts_the_drain_ends_with_an_e
             assert labels((await newer).text) == ["v1"] * 6
 
 
-@in_a_loop
 async def test_other_files_of_a_name_that_stays_wait_for_its_pinned_streams(tmp_path: Path) -> None:
     async with running(tmp_path, FakeEngine(), residency=THREE) as here:
         await here.swapped("v1", fingerprint="one")
@@ -147,7 +141,6 @@ async def test_other_files_of_a_name_that_stays_wait_for_its_pinned_streams(tmp_
             await here.until(lambda: here.replica.report().own.resident == ("base", "v2"))
 
 
-@in_a_loop
 async def test_the_same_files_of_a_name_that_stays_wait_for_nobody(tmp_path: Path) -> None:
     async with running(tmp_path, FakeEngine(), residency=THREE, pin_drain_s=0.0) as here:
         await here.swapped("v1", fingerprint="one")
@@ -158,7 +151,6 @@ async def test_the_same_files_of_a_name_that_stays_wait_for_nobody(tmp_path: Pat
             assert labels((await pinned).text) == ["v1"] * 6
 
 
-@in_a_loop
 async def test_who_asks_for_an_older_snapshot_shares_kv_with_requests_for_the_same_load_only(
     tmp_path: Path,
 ) -> None:
@@ -186,7 +178,6 @@ async def test_who_asks_for_an_older_snapshot_shares_kv_with_requests_for_the_sa
         assert (await served(here, "v1")).salt != other.salt
 
 
-@in_a_loop
 async def test_a_sync_swap_drains_pinned_streams_and_what_served_stays(tmp_path: Path) -> None:
     async with (
         running(tmp_path, FakeEngine(), residency=TWO) as here,
@@ -201,7 +192,6 @@ async def test_a_sync_swap_drains_pinned_streams_and_what_served_stays(tmp_path:
         await served(here, "base")
 
 
-@in_a_loop
 async def test_weights_that_failed_their_check_are_offered_to_nobody_afterwards(tmp_path: Path) -> None:
     engine = FakeEngine()
     engine.canary["v1"] = [float("nan")]
@@ -212,7 +202,6 @@ async def test_weights_that_failed_their_check_are_offered_to_nobody_afterwards(
         assert engine.holds == {"base", "v2"}
 
 
-@in_a_loop
 async def test_a_snapshot_that_replicas_disagreed_on_is_offered_to_nobody_afterwards(tmp_path: Path) -> None:
     async with running(tmp_path, FakeEngine(), residency=THREE) as here:
         await here.swapped("v1")
@@ -222,7 +211,6 @@ async def test_a_snapshot_that_replicas_disagreed_on_is_offered_to_nobody_afterw
         assert here.engine.holds == {"base", "v2"}
 
 
-@in_a_loop
 async def test_a_new_boot_has_what_it_starts_on_alone(tmp_path: Path) -> None:
     async with running(tmp_path, FakeEngine(), residency=THREE) as here:
         assert await after(here, "v1", "v2") == ("base", "v1")
@@ -237,7 +225,6 @@ async def test_a_new_boot_has_what_it_starts_on_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("residency", [Residency(), Residency(1, most=4), Residency(3, most=1), None])
-@in_a_loop
 async def test_with_one_snapshot_nothing_is_kept_and_no_request_names_one(
     tmp_path: Path, residency: Residency | None
 ) -> None:
@@ -261,7 +248,6 @@ async def test_with_one_snapshot_nothing_is_kept_and_no_request_names_one(
         assert (await refused(here, model=f"{MODEL}@base"))["serving"] == "v1"
 
 
-@in_a_loop
 async def test_who_waited_at_the_gate_while_its_snapshot_was_replaced_is_served_by_it(tmp_path: Path) -> None:
     async with running(tmp_path, FakeEngine(), residency=TWO) as here:
         here.engine.commit_gate.clear()
@@ -273,7 +259,6 @@ async def test_who_waited_at_the_gate_while_its_snapshot_was_replaced_is_served_
         assert [labels((await task).text) for task in asked] == [["base"] * 6, ["v1"] * 6]
 
 
-@in_a_loop
 async def test_a_replica_tells_its_gateway_that_what_the_body_asks_for_stays(tmp_path: Path) -> None:
     async with running(tmp_path, FakeEngine(), residency=TWO) as here:
         await here.swapped("v1")
@@ -287,7 +272,6 @@ async def test_a_replica_tells_its_gateway_that_what_the_body_asks_for_stays(tmp
         assert labels(answer.text) == ["base"] * 6
 
 
-@in_a_loop
 async def test_a_pinned_stream_goes_on_where_its_snapshot_stays_and_no_other_one_does(tmp_path: Path) -> None:
     for name in ("a", "b"):
         (tmp_path / name).mkdir()

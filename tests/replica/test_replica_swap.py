@@ -462,24 +462,21 @@ def test_newcomers_wait_at_the_gate_while_an_async_swap_commits(tmp_path: Path) 
     ("door", "refusal"),
     [(Door.OPEN, None), (Door.CLOSED, SnapshotTransition), (Door.DOWN, ReplicaUnavailable)],
 )
-def test_who_waited_at_the_gate_goes_by_the_door_that_follows(
+async def test_who_waited_at_the_gate_goes_by_the_door_that_follows(
     door: Door, refusal: type[Exception] | None
 ) -> None:
-    async def scenario() -> None:
-        gate = Gate(lambda: None)
-        gate.set(Door.HELD)
-        request = asyncio.create_task(gate.enter(60))
-        await asyncio.sleep(0)
-        assert (gate.waiting, gate.choices, request.done()) == (1, 1, False)
-        gate.set(door)
-        if refusal is None:
+    gate = Gate(lambda: None)
+    gate.set(Door.HELD)
+    request = asyncio.create_task(gate.enter(60))
+    await asyncio.sleep(0)
+    assert (gate.waiting, gate.choices, request.done()) == (1, 1, False)
+    gate.set(door)
+    if refusal is None:
+        await request
+    else:
+        with pytest.raises(refusal):
             await request
-        else:
-            with pytest.raises(refusal):
-                await request
-        assert (gate.waiting, gate.choices) == (0, 0)
-
-    asyncio.run(scenario())
+    assert (gate.waiting, gate.choices) == (0, 0)
 
 
 def test_a_sync_swap_refuses_newcomers_and_commits_when_the_last_request_is_done(tmp_path: Path) -> None:
@@ -551,7 +548,7 @@ def test_a_dead_engine_starts_again_as_a_new_boot_on_the_base_weights(tmp_path: 
     play(tmp_path, scenario)
 
 
-def test_an_engine_that_does_not_start_again_is_tried_until_it_does(tmp_path: Path) -> None:
+async def test_an_engine_that_does_not_start_again_is_tried_until_it_does(tmp_path: Path) -> None:
     class Stubborn(FakeEngine):
         async def start(self):  # type: ignore[no-untyped-def]
             info = await super().start()
@@ -559,23 +556,20 @@ def test_an_engine_that_does_not_start_again_is_tried_until_it_does(tmp_path: Pa
                 raise OSError("no memory")
             return info
 
-    async def main() -> None:
-        delays: list[float] = []
+    delays: list[float] = []
 
-        async def sleep(seconds: float) -> None:
-            delays.append(seconds)
-            assert replica.report().own.error == "the engine cannot be started again: no memory"
+    async def sleep(seconds: float) -> None:
+        delays.append(seconds)
+        assert replica.report().own.error == "the engine cannot be started again: no memory"
 
-        engine = Stubborn()
-        replica = make_replica(tmp_path, engine, FakeSource(), sleep=sleep)
-        await replica.start()
-        await engine.die()
-        await until(replica, lambda: replica.ready)
-        assert replica.report().own.error is None
-        await replica.close()
-        assert (engine.starts, delays) == (4, [0.5, 1.0])
-
-    asyncio.run(main())
+    engine = Stubborn()
+    replica = make_replica(tmp_path, engine, FakeSource(), sleep=sleep)
+    await replica.start()
+    await engine.die()
+    await until(replica, lambda: replica.ready)
+    assert replica.report().own.error is None
+    await replica.close()
+    assert (engine.starts, delays) == (4, [0.5, 1.0])
 
 
 def test_a_target_that_a_newer_one_overtook_on_its_way_is_passed_over() -> None:

@@ -425,156 +425,141 @@ def test_the_report_says_whether_new_requests_are_admitted(tmp_path: Path) -> No
     play(tmp_path, scenario)
 
 
-def test_the_age_limit_of_a_snapshot_reaches_the_engine_with_every_request(tmp_path: Path) -> None:
-    async def main() -> None:
-        engine = FakeEngine()
-        async with running(tmp_path, engine) as it:
-            body = {"model": "tiny", "prompt": "hello", "max_tokens": 1}
+async def test_the_age_limit_of_a_snapshot_reaches_the_engine_with_every_request(tmp_path: Path) -> None:
+    engine = FakeEngine()
+    async with running(tmp_path, engine) as it:
+        body = {"model": "tiny", "prompt": "hello", "max_tokens": 1}
 
-            async def ask() -> None:
-                answer = await it.http.post("/v1/completions", json=body | {"model": it.replica.names.model})
-                assert answer.status_code == 200, answer.text
+        async def ask() -> None:
+            answer = await it.http.post("/v1/completions", json=body | {"model": it.replica.names.model})
+            assert answer.status_code == 200, answer.text
 
-            await ask()
-            await it.swapped("v1", reset_prompt_cache="none", max_cache_age=2)
-            await ask()
-            await it.until(lambda: it.replica.report().own.stage is Stage.IDLE)
-            await it.swapped("v2", reset_prompt_cache="none")
-            await ask()
-            assert [request.kv_age_max for request in engine.requests] == [None, 2, None]
-            assert len({request.salt for request in engine.requests}) == 1
-
-    asyncio.run(main())
+        await ask()
+        await it.swapped("v1", reset_prompt_cache="none", max_cache_age=2)
+        await ask()
+        await it.until(lambda: it.replica.report().own.stage is Stage.IDLE)
+        await it.swapped("v2", reset_prompt_cache="none")
+        await ask()
+        assert [request.kv_age_max for request in engine.requests] == [None, 2, None]
+        assert len({request.salt for request in engine.requests}) == 1
 
 
 def hint(snapshot: str, *files: str) -> Hint:
     return Hint(snapshot=snapshot, url=f"file:///b/{snapshot}", files=files or ("model.safetensors",))
 
 
-def test_a_hint_fetches_files_early_and_a_load_goes_before_it(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with running(tmp_path, FakeEngine()) as it:
-            source, begun = it.source, asyncio.Event()
-
-            async def prefetch(given: Hint) -> None:
-                source.calls.append(f"prefetch {given.snapshot} {given.files[0]}")
-                begun.set()
-                if given.files[0] == "slow":
-                    try:
-                        await asyncio.Event().wait()
-                    finally:
-                        source.calls.append("stopped")
-
-            it.replica.own.hints._prefetch = prefetch
-            for given in (hint("v1", "slow"), hint("v1", "b"), hint("v2", "c")):
-                body = {"snapshot": given.snapshot, "url": given.url, "files": given.files}
-                assert (await it.http.post("/replica/hint", json=body)).status_code == 202
-            await begun.wait()
-            await it.swapped("v1")
-            await it.until(lambda: it.replica.report().own.stage is Stage.IDLE)
-            assert source.calls[:3] == ["prefetch v1 slow", "stopped", "fetch v1"]
-            assert "prefetch v2 c" in source.calls
-            assert "prefetch v1 b" not in source.calls
-            answer = await it.http.post("/replica/hint", json={"snapshot": "v1"})
-            assert answer.status_code == 400
-            assert "not a hint" in answer.json()["error"]["message"]
-
-    asyncio.run(main())
-
-
-def test_an_interrupted_hint_of_another_snapshot_is_taken_up_again_after_the_load() -> None:
-    async def main() -> None:
-        calls: list[str] = []
-        begun, go_on = asyncio.Event(), asyncio.Event()
+async def test_a_hint_fetches_files_early_and_a_load_goes_before_it(tmp_path: Path) -> None:
+    async with running(tmp_path, FakeEngine()) as it:
+        source, begun = it.source, asyncio.Event()
 
         async def prefetch(given: Hint) -> None:
-            calls.append(given.files[0])
+            source.calls.append(f"prefetch {given.snapshot} {given.files[0]}")
             begun.set()
-            await go_on.wait()
-
-        hints = Hints(prefetch)
-        hints.add(hint("v2", "a"))
-        hints.add(hint("v2", "b"))
-        hints.add(hint("v2", "b"))
-        await begun.wait()
-        async with hints.loading("v1"):
-            # Is being fetched anyway.
-            hints.add(hint("v1", "x"))
-            hints.add(hint("v2", "c"))
-            await tick(3)
-            assert calls == ["a"]
-            go_on.set()
-        await tick(8)
-        assert calls == ["a", "a", "b", "c"]
-        await hints.close()
-        hints.add(hint("v3"))
-        await tick(3)
-        assert calls == ["a", "a", "b", "c"]
-
-    asyncio.run(main())
-
-
-def test_hints_go_on_after_a_load_that_was_given_up_while_it_waited_for_one_to_stop() -> None:
-    async def main() -> None:
-        calls: list[str] = []
-        begun, stopped = asyncio.Event(), asyncio.Event()
-
-        async def prefetch(given: Hint) -> None:
-            calls.append(given.files[0])
-            if not begun.is_set():
-                begun.set()
+            if given.files[0] == "slow":
                 try:
                     await asyncio.Event().wait()
                 finally:
-                    # For a thread.
-                    await stopped.wait()
+                    source.calls.append("stopped")
 
-        async def load() -> None:
-            async with hints.loading("v1"):
-                raise AssertionError("the prefetch still runs")
-
-        hints = Hints(prefetch)
-        hints.add(hint("v2", "a"))
-        hints.add(hint("v2", "b"))
+        it.replica.own.hints._prefetch = prefetch
+        for given in (hint("v1", "slow"), hint("v1", "b"), hint("v2", "c")):
+            body = {"snapshot": given.snapshot, "url": given.url, "files": given.files}
+            assert (await it.http.post("/replica/hint", json=body)).status_code == 202
         await begun.wait()
-        given_up = asyncio.create_task(load())
+        await it.swapped("v1")
+        await it.until(lambda: it.replica.report().own.stage is Stage.IDLE)
+        assert source.calls[:3] == ["prefetch v1 slow", "stopped", "fetch v1"]
+        assert "prefetch v2 c" in source.calls
+        assert "prefetch v1 b" not in source.calls
+        answer = await it.http.post("/replica/hint", json={"snapshot": "v1"})
+        assert answer.status_code == 400
+        assert "not a hint" in answer.json()["error"]["message"]
+
+
+async def test_an_interrupted_hint_of_another_snapshot_is_taken_up_again_after_the_load() -> None:
+    calls: list[str] = []
+    begun, go_on = asyncio.Event(), asyncio.Event()
+
+    async def prefetch(given: Hint) -> None:
+        calls.append(given.files[0])
+        begun.set()
+        await go_on.wait()
+
+    hints = Hints(prefetch)
+    hints.add(hint("v2", "a"))
+    hints.add(hint("v2", "b"))
+    hints.add(hint("v2", "b"))
+    await begun.wait()
+    async with hints.loading("v1"):
+        # Is being fetched anyway.
+        hints.add(hint("v1", "x"))
+        hints.add(hint("v2", "c"))
         await tick(3)
-        given_up.cancel()
-        await asyncio.wait([given_up])
         assert calls == ["a"]
-        stopped.set()
-        await tick(8)
-        assert calls == ["a", "a", "b"]
-        await hints.close()
+        go_on.set()
+    await tick(8)
+    assert calls == ["a", "a", "b", "c"]
+    await hints.close()
+    hints.add(hint("v3"))
+    await tick(3)
+    assert calls == ["a", "a", "b", "c"]
 
-    asyncio.run(main())
 
+async def test_hints_go_on_after_a_load_that_was_given_up_while_it_waited_for_one_to_stop() -> None:
+    calls: list[str] = []
+    begun, stopped = asyncio.Event(), asyncio.Event()
 
-def test_no_hint_is_begun_during_a_load_though_one_failed_as_it_was_cancelled() -> None:
-    async def main() -> None:
-        calls: list[str] = []
-        begun = asyncio.Event()
-
-        async def prefetch(given: Hint) -> None:
-            calls.append(given.files[0])
+    async def prefetch(given: Hint) -> None:
+        calls.append(given.files[0])
+        if not begun.is_set():
             begun.set()
             try:
-                await asyncio.sleep(0 if len(calls) > 1 else 3600)
-            except asyncio.CancelledError:
-                raise SnapshotCorrupt("changed while it was read") from None
+                await asyncio.Event().wait()
+            finally:
+                # For a thread.
+                await stopped.wait()
 
-        hints = Hints(prefetch)
-        hints.add(hint("v2", "a"))
-        hints.add(hint("v2", "b"))
-        await begun.wait()
+    async def load() -> None:
         async with hints.loading("v1"):
-            await tick(8)
-            assert calls == ["a"]
-        await tick(8)
-        assert calls == ["a", "b"]
-        await hints.close()
+            raise AssertionError("the prefetch still runs")
 
-    asyncio.run(main())
+    hints = Hints(prefetch)
+    hints.add(hint("v2", "a"))
+    hints.add(hint("v2", "b"))
+    await begun.wait()
+    given_up = asyncio.create_task(load())
+    await tick(3)
+    given_up.cancel()
+    await asyncio.wait([given_up])
+    assert calls == ["a"]
+    stopped.set()
+    await tick(8)
+    assert calls == ["a", "a", "b"]
+    await hints.close()
+
+
+async def test_no_hint_is_begun_during_a_load_though_one_failed_as_it_was_cancelled() -> None:
+    calls: list[str] = []
+    begun = asyncio.Event()
+
+    async def prefetch(given: Hint) -> None:
+        calls.append(given.files[0])
+        begun.set()
+        try:
+            await asyncio.sleep(0 if len(calls) > 1 else 3600)
+        except asyncio.CancelledError:
+            raise SnapshotCorrupt("changed while it was read") from None
+
+    hints = Hints(prefetch)
+    hints.add(hint("v2", "a"))
+    hints.add(hint("v2", "b"))
+    await begun.wait()
+    async with hints.loading("v1"):
+        await tick(8)
+        assert calls == ["a"]
+    await tick(8)
+    assert calls == ["a", "b"]
+    await hints.close()
 
 
 def test_hints_that_fail_or_are_too_many_are_logged_and_harm_nothing(

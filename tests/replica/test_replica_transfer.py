@@ -12,7 +12,6 @@ import msgspec
 import pytest
 from receiver_fakes import CONTENT, RENDEZVOUS, SENT, UNFIT, FakeReceiver
 from replica_fakes import FakeEngine, FakeSource, Running, running
-from test_replica_pins import in_a_loop
 
 from midstream.core.errors import (
     AnotherBoot,
@@ -173,7 +172,6 @@ def test_the_phases_are_all_there() -> None:
 
 
 @pytest.mark.parametrize(("phase", "order"), list(itertools.product(EXPECTED, orders())))
-@in_a_loop
 async def test_every_order_has_its_phases(phase: str, order: str) -> None:
     here = Here()
     await here.at(phase)
@@ -199,7 +197,6 @@ async def test_every_order_has_its_phases(phase: str, order: str) -> None:
 
 @pytest.mark.parametrize("order", sorted(orders()))
 @pytest.mark.parametrize("boot", ["another", None])
-@in_a_loop
 async def test_an_order_for_another_boot_does_nothing(order: str, boot: str | None) -> None:
     here = Here()
     await here.at("open")
@@ -210,7 +207,6 @@ async def test_an_order_for_another_boot_does_nothing(order: str, boot: str | No
     await here.transfers.close()
 
 
-@in_a_loop
 async def test_a_conflict_names_both_groups_or_both_updates() -> None:
     here = Here()
     await here.at("open")
@@ -226,7 +222,6 @@ async def test_a_conflict_names_both_groups_or_both_updates() -> None:
     await here.transfers.close()
 
 
-@in_a_loop
 async def test_what_is_refused_by_name_changes_nothing() -> None:
     here = Here()
     await here.at("open")
@@ -242,7 +237,6 @@ async def test_what_is_refused_by_name_changes_nothing() -> None:
     await here.transfers.close()
 
 
-@in_a_loop
 async def test_finished_files_are_the_sources_until_they_are_dropped() -> None:
     here = Here()
     await here.at("open")
@@ -262,7 +256,6 @@ async def test_finished_files_are_the_sources_until_they_are_dropped() -> None:
 
 
 @pytest.mark.parametrize("then", ["nothing", "its trainer is gone"])
-@in_a_loop
 async def test_a_finish_that_comes_again_gets_the_same_answer(then: str) -> None:
     """The name that the trainer gave was refused, and it gives another one."""
     here = Here()
@@ -280,7 +273,6 @@ async def test_a_finish_that_comes_again_gets_the_same_answer(then: str) -> None
     await here.transfers.close()
 
 
-@in_a_loop
 async def test_finished_files_are_dropped_also_when_the_receiver_has_ended() -> None:
     here = Here()
     await here.at("open")
@@ -290,7 +282,6 @@ async def test_finished_files_are_dropped_also_when_the_receiver_has_ended() -> 
     await here.transfers.close()
 
 
-@in_a_loop
 async def test_a_replica_takes_part_in_the_way_that_it_has() -> None:
     here = Here()
     init = InitInfo(backend="nccl", fields={})
@@ -301,7 +292,6 @@ async def test_a_replica_takes_part_in_the_way_that_it_has() -> None:
     await here.transfers.close()
 
 
-@in_a_loop
 async def test_an_open_update_that_lives_too_long_is_dropped() -> None:
     here = Here()
     await here.at("open")
@@ -316,7 +306,6 @@ async def test_an_open_update_that_lives_too_long_is_dropped() -> None:
 
 
 @pytest.mark.parametrize("phase", ["opening", "receiving", "finishing"])
-@in_a_loop
 async def test_work_on_an_update_that_lives_too_long_ends_the_group(phase: str) -> None:
     here = Here()
     await here.at(phase)
@@ -328,7 +317,6 @@ async def test_work_on_an_update_that_lives_too_long_ends_the_group(phase: str) 
 
 
 @pytest.mark.parametrize("phase", ["joining", "joined", "opening", "open", "receiving", "finishing"])
-@in_a_loop
 async def test_a_receiver_that_ends_by_itself_ends_the_group(phase: str) -> None:
     here = Here()
     await here.at(phase)
@@ -342,7 +330,6 @@ async def test_a_receiver_that_ends_by_itself_ends_the_group(phase: str) -> None
     await here.transfers.close()
 
 
-@in_a_loop
 async def test_a_caller_that_leaves_does_not_end_what_it_asked_for() -> None:
     here = Here()
     await here.at("open")
@@ -354,7 +341,6 @@ async def test_a_caller_that_leaves_does_not_end_what_it_asked_for() -> None:
     await here.transfers.close()
 
 
-@in_a_loop
 async def test_an_order_that_fails_after_its_caller_left_is_no_error_in_the_log() -> None:
     here = Here()
     await here.at("open")
@@ -370,7 +356,6 @@ async def test_an_order_that_fails_after_its_caller_left_is_no_error_in_the_log(
     await here.transfers.close()
 
 
-@in_a_loop
 async def test_whether_the_trainer_lives_is_the_answer() -> None:
     here = Here()
     await here.at("joined")
@@ -386,7 +371,6 @@ async def test_whether_the_trainer_lives_is_the_answer() -> None:
     ("state", "why"),
     [(TrainerState.GONE, "its trainer is gone"), (TrainerState.UNKNOWN, "its trainer does not answer")],
 )
-@in_a_loop
 async def test_a_receiver_does_not_outlive_its_trainer_for_long(
     phase: str, state: TrainerState, why: str
 ) -> None:
@@ -411,7 +395,6 @@ def keep(boot: str = "", within_s: float = 60) -> Keep:
     return Keep(group="g", boot=boot, within_s=within_s, snapshot="s", bucket="file:///b", content=CONTENT)
 
 
-@in_a_loop
 async def test_files_are_kept_whatever_became_of_the_group() -> None:
     here = Here()
     here.boot = None
@@ -432,7 +415,6 @@ async def test_files_are_kept_whatever_became_of_the_group() -> None:
         await asked
 
 
-@in_a_loop
 async def test_files_that_other_replicas_do_not_have_are_used_no_more_whatever_the_boot() -> None:
     here = Here()
     here.boot = None
@@ -456,7 +438,6 @@ def with_receivers(here: Running, blocked: set[str]) -> list[FakeReceiver]:
     return made
 
 
-@in_a_loop
 async def test_orders_come_over_http_and_errors_have_their_shape(tmp_path: Path) -> None:
     async with running(tmp_path, FakeEngine()) as here:
         of_boot = orders(boot=here.replica.boot)
@@ -479,7 +460,6 @@ async def test_orders_come_over_http_and_errors_have_their_shape(tmp_path: Path)
         assert bad.status_code == 400
 
 
-@in_a_loop
 async def test_a_gateway_that_closes_its_connection_ends_no_order(tmp_path: Path) -> None:
     async with running(tmp_path, FakeEngine()) as here:
         blocked: set[str] = set()
@@ -498,7 +478,6 @@ async def test_a_gateway_that_closes_its_connection_ends_no_order(tmp_path: Path
         assert "group g is receiving" in conflict.json()["error"]["message"]
 
 
-@in_a_loop
 async def test_the_receiver_ends_with_the_boot_and_with_the_replica(tmp_path: Path) -> None:
     async with running(tmp_path, FakeEngine()) as here:
         made = with_receivers(here, set())

@@ -101,101 +101,95 @@ def told(replica: Replica) -> dict[str, tuple[int, float]]:
     return {name: (sum(one.counts), one.sum) for name, one in measures.items()}
 
 
-def test_each_outcome_is_counted_and_a_stage_that_did_not_end_is_not_measured(tmp_path: Path) -> None:
-    async def main() -> None:
-        source, exporter = FakeSource(), InMemorySpanExporter()
-        replica = make_replica(tmp_path, FakeEngine(), source)
-        replica.tracer = OtelTracer(exporter, "replica-0", at_once=True)
-        await replica.start()
-        replica.desire(desired("v1", 1))
-        await until(replica, "ready", 1)
-        source.corrupt = {"v2"}
-        source.blocked = {"v3"}
-        replica.desire(desired("v2", 2))
-        await until(replica, "failed", 1)
-        assert replica.report().own.stage is Stage.ERROR
-        source.fetching.clear()
-        replica.desire(desired("v3", 3))
-        await source.fetching.wait()
-        replica.desire(desired("v4", 4))
-        await until(replica, "ready", 2)
-        assert replica.sessions.measures.counts["swaps"] == {
-            "ready": 2,
-            "unchanged": 0,
-            "failed": 1,
-            "superseded": 1,
-            "stopped": 0,
-        }
-        found = told(replica)
-        ended = {stage: found[f"swap_{stage}_seconds"][0] for stage in SWAP_STAGES}
-        assert ended == {
-            "fetch": 3, "rebuild": 0, "verify": 2, "stage": 2, "hold": 2, "commit": 2, "check": 2,
-        }  # fmt: skip
-        assert {name: found[name][0] for name in ("swap_seconds", "swap_pause_seconds")} == {
-            "swap_seconds": 2, "swap_pause_seconds": 2,
-        }  # fmt: skip
-        swaps = [span for span in exporter.get_finished_spans() if span.name == "swap"]
-        assert [int(trace_of_signal(DEPLOYMENT, desired(f"v{n}", n)).hex(), 16) for n in (1, 2, 3, 4)] == [
-            span.context.trace_id for span in swaps if span.context is not None
-        ]
-        assert [(span.attributes or {})["midstream.outcome"] for span in swaps] == [
-            "ready",
-            "failed",
-            "superseded",
-            "ready",
-        ]
-        assert [span.status.description for span in swaps] == [
-            None,
-            "v2: checksum of a.weight differs",
-            None,
-            None,
-        ]
-        await replica.close()
-
-    asyncio.run(main())
+async def test_each_outcome_is_counted_and_a_stage_that_did_not_end_is_not_measured(tmp_path: Path) -> None:
+    source, exporter = FakeSource(), InMemorySpanExporter()
+    replica = make_replica(tmp_path, FakeEngine(), source)
+    replica.tracer = OtelTracer(exporter, "replica-0", at_once=True)
+    await replica.start()
+    replica.desire(desired("v1", 1))
+    await until(replica, "ready", 1)
+    source.corrupt = {"v2"}
+    source.blocked = {"v3"}
+    replica.desire(desired("v2", 2))
+    await until(replica, "failed", 1)
+    assert replica.report().own.stage is Stage.ERROR
+    source.fetching.clear()
+    replica.desire(desired("v3", 3))
+    await source.fetching.wait()
+    replica.desire(desired("v4", 4))
+    await until(replica, "ready", 2)
+    assert replica.sessions.measures.counts["swaps"] == {
+        "ready": 2,
+        "unchanged": 0,
+        "failed": 1,
+        "superseded": 1,
+        "stopped": 0,
+    }
+    found = told(replica)
+    ended = {stage: found[f"swap_{stage}_seconds"][0] for stage in SWAP_STAGES}
+    assert ended == {
+        "fetch": 3, "rebuild": 0, "verify": 2, "stage": 2, "hold": 2, "commit": 2, "check": 2,
+    }  # fmt: skip
+    assert {name: found[name][0] for name in ("swap_seconds", "swap_pause_seconds")} == {
+        "swap_seconds": 2, "swap_pause_seconds": 2,
+    }  # fmt: skip
+    swaps = [span for span in exporter.get_finished_spans() if span.name == "swap"]
+    assert [int(trace_of_signal(DEPLOYMENT, desired(f"v{n}", n)).hex(), 16) for n in (1, 2, 3, 4)] == [
+        span.context.trace_id for span in swaps if span.context is not None
+    ]
+    assert [(span.attributes or {})["midstream.outcome"] for span in swaps] == [
+        "ready",
+        "failed",
+        "superseded",
+        "ready",
+    ]
+    assert [span.status.description for span in swaps] == [
+        None,
+        "v2: checksum of a.weight differs",
+        None,
+        None,
+    ]
+    await replica.close()
 
 
-def test_every_second_of_a_swap_lies_in_the_stage_that_took_it(tmp_path: Path) -> None:
-    async def main() -> None:
-        clock = Clock()
-        source = TimedSource(clock)
-        replica = make_replica(tmp_path, TimedEngine(clock), source, monotonic=clock)
-        await replica.start()
-        source.blocked, source.corrupt = {"v1"}, {"v2"}
-        replica.desire(desired("v1", 1))
-        await source.fetching.wait()
-        replica.desire(desired("v2", 2))
-        await until(replica, "failed", 1)
-        before = told(replica)
+async def test_every_second_of_a_swap_lies_in_the_stage_that_took_it(tmp_path: Path) -> None:
+    clock = Clock()
+    source = TimedSource(clock)
+    replica = make_replica(tmp_path, TimedEngine(clock), source, monotonic=clock)
+    await replica.start()
+    source.blocked, source.corrupt = {"v1"}, {"v2"}
+    replica.desire(desired("v1", 1))
+    await source.fetching.wait()
+    replica.desire(desired("v2", 2))
+    await until(replica, "failed", 1)
+    before = told(replica)
 
-        delta = desired("v3", 3, compression="arc_v2", hold=True)
-        replica.desire(delta)
-        async with asyncio.timeout(120):
-            while replica.report().own.stage is not Stage.STAGED:
-                await replica.changed(1.0)
-        clock.passes(HOLD_S)
-        replica.desire(desired("v3", 3, compression="arc_v2"))
-        await until(replica, "ready", 1)
+    delta = desired("v3", 3, compression="arc_v2", hold=True)
+    replica.desire(delta)
+    async with asyncio.timeout(120):
+        while replica.report().own.stage is not Stage.STAGED:
+            await replica.changed(1.0)
+    clock.passes(HOLD_S)
+    replica.desire(desired("v3", 3, compression="arc_v2"))
+    await until(replica, "ready", 1)
 
-        assert {stage: before[f"swap_{stage}_seconds"] for stage in SWAP_STAGES} == {
-            "fetch": (1, FETCH_S), "rebuild": (0, 0.0), "verify": (0, 0.0), "stage": (0, 0.0),
-            "hold": (0, 0.0), "commit": (0, 0.0), "check": (0, 0.0),
-        }, "a stage that did not end was measured"  # fmt: skip
-        took = {
-            stage: told(replica)[f"swap_{stage}_seconds"][1] - before[f"swap_{stage}_seconds"][1]
-            for stage in SWAP_STAGES
-        }
-        assert took == {
-            "fetch": FETCH_S, "rebuild": REBUILD_S, "verify": VERIFY_S, "stage": STAGE_S,
-            "hold": HOLD_S, "commit": COMMIT_S, "check": CHECK_S,
-        }  # fmt: skip
-        assert before["swap_seconds"] == (0, 0.0)
-        assert told(replica)["swap_seconds"] == (1, sum(took.values()))
-        [swap] = replica.report().own.swaps
-        reported = (swap.fetch_ms, swap.rebuild_ms, swap.verify_ms, swap.stage_ms, swap.check_ms)
-        assert reported == pytest.approx(
-            [1e3 * seconds for seconds in (FETCH_S, REBUILD_S, VERIFY_S, STAGE_S, CHECK_S)]
-        )
-        await replica.close()
-
-    asyncio.run(main())
+    assert {stage: before[f"swap_{stage}_seconds"] for stage in SWAP_STAGES} == {
+        "fetch": (1, FETCH_S), "rebuild": (0, 0.0), "verify": (0, 0.0), "stage": (0, 0.0),
+        "hold": (0, 0.0), "commit": (0, 0.0), "check": (0, 0.0),
+    }, "a stage that did not end was measured"  # fmt: skip
+    took = {
+        stage: told(replica)[f"swap_{stage}_seconds"][1] - before[f"swap_{stage}_seconds"][1]
+        for stage in SWAP_STAGES
+    }
+    assert took == {
+        "fetch": FETCH_S, "rebuild": REBUILD_S, "verify": VERIFY_S, "stage": STAGE_S,
+        "hold": HOLD_S, "commit": COMMIT_S, "check": CHECK_S,
+    }  # fmt: skip
+    assert before["swap_seconds"] == (0, 0.0)
+    assert told(replica)["swap_seconds"] == (1, sum(took.values()))
+    [swap] = replica.report().own.swaps
+    reported = (swap.fetch_ms, swap.rebuild_ms, swap.verify_ms, swap.stage_ms, swap.check_ms)
+    assert reported == pytest.approx(
+        [1e3 * seconds for seconds in (FETCH_S, REBUILD_S, VERIFY_S, STAGE_S, CHECK_S)]
+    )
+    await replica.close()

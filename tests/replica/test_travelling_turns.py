@@ -166,131 +166,113 @@ def tokens_of(shown: dict[str, Any]) -> list[int]:
 
 
 @pytest.mark.parametrize("token", ["", "secret"])
-def test_a_chat_that_moved_continues_its_turns_at_the_new_home_and_at_the_next_one(
+async def test_a_chat_that_moved_continues_its_turns_at_the_new_home_and_at_the_next_one(
     tmp_path: Path, token: str
 ) -> None:
-    async def main() -> None:
-        engines = [FakeEngine(text) for text in ("hel", "lo ", "you")]
-        async with homes(tmp_path, *engines, token=token) as (first, second, third):
-            chat = Chat()
-            before: list[int] = []
-            url = None
-            for here in (first, second, third, first):
-                shown = await chat.turn(here, url)
-                assert "midstream" not in shown, shown.get("midstream")
-                assert shown["prompt_token_ids"][: len(before)] == before
-                before, url = tokens_of(shown), here.url
-            # Its next turn at that home needs nobody.
-            shown = await chat.turn(first)
+    engines = [FakeEngine(text) for text in ("hel", "lo ", "you")]
+    async with homes(tmp_path, *engines, token=token) as (first, second, third):
+        chat = Chat()
+        before: list[int] = []
+        url = None
+        for here in (first, second, third, first):
+            shown = await chat.turn(here, url)
+            assert "midstream" not in shown, shown.get("midstream")
             assert shown["prompt_token_ids"][: len(before)] == before
-
-    asyncio.run(main())
+            before, url = tokens_of(shown), here.url
+        # Its next turn at that home needs nobody.
+        shown = await chat.turn(first)
+        assert shown["prompt_token_ids"][: len(before)] == before
 
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:9", "nonsense", ""])
-def test_a_home_that_does_not_answer_costs_the_history_alone_and_the_response_says_so(
+async def test_a_home_that_does_not_answer_costs_the_history_alone_and_the_response_says_so(
     tmp_path: Path, url: str
 ) -> None:
-    async def main() -> None:
-        async with homes(tmp_path, FakeEngine("hel")) as [here]:
-            shown = await Chat("begin", "elsewhere", "on").turn(here, url)
-            assert shown["midstream"]["branch"]["why"] in ("unknown", "edited")
-
-    asyncio.run(main())
+    async with homes(tmp_path, FakeEngine("hel")) as [here]:
+        shown = await Chat("begin", "elsewhere", "on").turn(here, url)
+        assert shown["midstream"]["branch"]["why"] in ("unknown", "edited")
 
 
 @pytest.mark.parametrize("moved", ["{", '{"url": 1}', "nonsense"])
-def test_what_says_of_no_move_where_its_turns_are_fetches_none(tmp_path: Path, moved: str) -> None:
-    async def main() -> None:
-        async with homes(tmp_path, FakeEngine("hel")) as [here]:
-            here.http.headers[HEADER_MOVED] = moved
-            shown = await Chat("begin", "elsewhere", "on").turn(here)
-            assert shown["midstream"]["branch"]["why"] in ("unknown", "edited")
-
-    asyncio.run(main())
+async def test_what_says_of_no_move_where_its_turns_are_fetches_none(tmp_path: Path, moved: str) -> None:
+    async with homes(tmp_path, FakeEngine("hel")) as [here]:
+        here.http.headers[HEADER_MOVED] = moved
+        shown = await Chat("begin", "elsewhere", "on").turn(here)
+        assert shown["midstream"]["branch"]["why"] in ("unknown", "edited")
 
 
 @pytest.mark.parametrize("admits", [True, False])
-def test_a_home_keeps_the_kv_of_a_session_until_another_replica_has_let_its_turn_in(
+async def test_a_home_keeps_the_kv_of_a_session_until_another_replica_has_let_its_turn_in(
     tmp_path: Path, admits: bool
 ) -> None:
-    async def main() -> None:
-        cache = SmallCache()
-        async with homes(tmp_path, cache, FakeEngine("hel"), token="secret") as (old, new):
-            chat = Chat()
-            await chat.turn(old)
-            if not admits:
-                new.replica.own.gate.set(Door.CLOSED)
-                assert (await chat.ask(new, old.url)).status_code == 425
-                assert repr(new.replica.earlier) == "EarlierTurns(0 fetched, 0 told)"
-                assert cache.sessions_over == []
-                assert "midstream" not in await chat.turn(old), "it comes back"
-                return
-            assert ("", "s") in old.replica.budget.account
-            assert "midstream" not in await chat.turn(new, old.url)
-            await old.until(lambda: cache.sessions_over == ["\0s"])
-            assert ("", "s") not in old.replica.budget.account
-
-    asyncio.run(main())
+    cache = SmallCache()
+    async with homes(tmp_path, cache, FakeEngine("hel"), token="secret") as (old, new):
+        chat = Chat()
+        await chat.turn(old)
+        if not admits:
+            new.replica.own.gate.set(Door.CLOSED)
+            assert (await chat.ask(new, old.url)).status_code == 425
+            assert repr(new.replica.earlier) == "EarlierTurns(0 fetched, 0 told)"
+            assert cache.sessions_over == []
+            assert "midstream" not in await chat.turn(old), "it comes back"
+            return
+        assert ("", "s") in old.replica.budget.account
+        assert "midstream" not in await chat.turn(new, old.url)
+        await old.until(lambda: cache.sessions_over == ["\0s"])
+        assert ("", "s") not in old.replica.budget.account
 
 
-def test_a_late_word_of_a_move_takes_nothing_from_a_session_that_has_come_back(
+async def test_a_late_word_of_a_move_takes_nothing_from_a_session_that_has_come_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def main() -> None:
-        cache = SmallCache()
-        async with homes(tmp_path, cache, FakeEngine("hel")) as (old, new):
-            chat = Chat()
-            await chat.turn(old)
-            words: list[bytes] = []
+    cache = SmallCache()
+    async with homes(tmp_path, cache, FakeEngine("hel")) as (old, new):
+        chat = Chat()
+        await chat.turn(old)
+        words: list[bytes] = []
 
-            real = earlier.call
+        real = earlier.call
 
-            async def holds_words_up(
-                url: str, method: str, path: str, body: bytes, *more: Any, **rest: Any
-            ) -> Any:
-                if path != PATH_TAKEN:
-                    return await real(url, method, path, body, *more, **rest)
-                words.append(body)
-                raise CallFailed("it is on its way")
+        async def holds_words_up(
+            url: str, method: str, path: str, body: bytes, *more: Any, **rest: Any
+        ) -> Any:
+            if path != PATH_TAKEN:
+                return await real(url, method, path, body, *more, **rest)
+            words.append(body)
+            raise CallFailed("it is on its way")
 
-            monkeypatch.setattr(earlier, "call", holds_words_up)
-            for moves, over in ((1, []), (3, ["\0s"])):
-                await chat.turn(new, old.url)
-                await new.until(lambda count=moves: len(words) == count)
-                if not over:
-                    await chat.turn(old, new.url)
-                answer = await old.http.post(PATH_TAKEN, content=words[-1 if over else 0])
-                assert answer.status_code == 200
-                assert cache.sessions_over == over
-                assert (("", "s") in old.replica.budget.account) is not bool(over)
-
-    asyncio.run(main())
+        monkeypatch.setattr(earlier, "call", holds_words_up)
+        for moves, over in ((1, []), (3, ["\0s"])):
+            await chat.turn(new, old.url)
+            await new.until(lambda count=moves: len(words) == count)
+            if not over:
+                await chat.turn(old, new.url)
+            answer = await old.http.post(PATH_TAKEN, content=words[-1 if over else 0])
+            assert answer.status_code == 200
+            assert cache.sessions_over == over
+            assert (("", "s") in old.replica.budget.account) is not bool(over)
 
 
-def test_a_machine_that_accepts_no_connection_holds_no_turn_up_for_as_long_as_a_slow_process_may(
+async def test_a_machine_that_accepts_no_connection_holds_no_turn_up_for_as_long_as_a_slow_process_may(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(earlier, "CONNECT_S", 0.05)
     monkeypatch.setattr(earlier, "FETCH_S", 3600.0)
 
-    async def main() -> None:
-        with socket.socket() as listener, contextlib.ExitStack() as stack:
-            listener.bind(("127.0.0.1", 0))
-            listener.listen(0)
-            address = listener.getsockname()
-            # They fill its queue, so that the kernel answers no further one, as a machine that is gone.
-            for _ in range(4):
-                one = stack.enter_context(socket.socket())
-                one.setblocking(False)
-                one.connect_ex(address)
-            async with homes(tmp_path, FakeEngine("hel")) as [here]:
-                chat = Chat()
-                await chat.turn(here)
-                shown = await chat.turn(here, f"http://127.0.0.1:{address[1]}")
-                assert "midstream" not in shown, "it has the turns itself"
-
-    asyncio.run(main())
+    with socket.socket() as listener, contextlib.ExitStack() as stack:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(0)
+        address = listener.getsockname()
+        # They fill its queue, so that the kernel answers no further one, as a machine that is gone.
+        for _ in range(4):
+            one = stack.enter_context(socket.socket())
+            one.setblocking(False)
+            one.connect_ex(address)
+        async with homes(tmp_path, FakeEngine("hel")) as [here]:
+            chat = Chat()
+            await chat.turn(here)
+            shown = await chat.turn(here, f"http://127.0.0.1:{address[1]}")
+            assert "midstream" not in shown, "it has the turns itself"
 
 
 def test_a_slow_process_has_its_time_for_the_handshake_too(
@@ -311,7 +293,7 @@ def test_a_slow_process_has_its_time_for_the_handshake_too(
     assert "no connection within 0.25 s" in caplog.text
 
 
-def test_a_session_whose_old_home_is_slow_continues_token_for_token(
+async def test_a_session_whose_old_home_is_slow_continues_token_for_token(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(earlier, "CONNECT_S", 2.0)
@@ -324,14 +306,11 @@ def test_a_session_whose_old_home_is_slow_continues_token_for_token(
 
     monkeypatch.setattr(control, "packed", slowly)
 
-    async def main() -> None:
-        async with homes(tmp_path, FakeEngine("hel"), FakeEngine("lo ")) as (old, new):
-            chat = Chat()
-            await chat.turn(old)
-            moving = asyncio.create_task(chat.turn(new, old.url))
-            assert await asyncio.to_thread(asked.wait, 20)
-            assert repr(new.replica.earlier) == "EarlierTurns(1 fetched, 0 told)"
-            goes_on.set()
-            assert "midstream" not in await moving
-
-    asyncio.run(main())
+    async with homes(tmp_path, FakeEngine("hel"), FakeEngine("lo ")) as (old, new):
+        chat = Chat()
+        await chat.turn(old)
+        moving = asyncio.create_task(chat.turn(new, old.url))
+        assert await asyncio.to_thread(asked.wait, 20)
+        assert repr(new.replica.earlier) == "EarlierTurns(1 fetched, 0 told)"
+        goes_on.set()
+        assert "midstream" not in await moving

@@ -74,20 +74,17 @@ def test_texts_of_other_tokens_continue_the_youngest_and_say_so() -> None:
     assert tree.find_text("Q ab c", special=False).turn is None
 
 
-def test_an_ambiguous_text_is_said_in_the_response(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with running(tmp_path, an_engine()) as here:
-            await complete(here, "he said ")
-            # The same words in letters.
-            await complete(here, list(b"he said "))
-            turn = here.replica.trees.of(ROOT).turns[1]  # type: ignore[union-attr]
-            here.replica.trees.of(ROOT).add(  # type: ignore[union-attr]
-                type(turn)(3, None, turn.added, turn.sampled, turn.record), TurnKeys(text="he said hello ")
-            )
-            answer = await complete(here, "he said hello he")
-            assert answer["midstream"] == {"branch": {"why": "ambiguous", "messages": 0, "turn": 3}}
-
-    asyncio.run(main())
+async def test_an_ambiguous_text_is_said_in_the_response(tmp_path: Path) -> None:
+    async with running(tmp_path, an_engine()) as here:
+        await complete(here, "he said ")
+        # The same words in letters.
+        await complete(here, list(b"he said "))
+        turn = here.replica.trees.of(ROOT).turns[1]  # type: ignore[union-attr]
+        here.replica.trees.of(ROOT).add(  # type: ignore[union-attr]
+            type(turn)(3, None, turn.added, turn.sampled, turn.record), TurnKeys(text="he said hello ")
+        )
+        answer = await complete(here, "he said hello he")
+        assert answer["midstream"] == {"branch": {"why": "ambiguous", "messages": 0, "turn": 3}}
 
 
 def test_the_template_policy_tokenizes_text_anew_and_says_what_that_is(tmp_path: Path) -> None:
@@ -105,31 +102,28 @@ def test_the_template_policy_tokenizes_text_anew_and_says_what_that_is(tmp_path:
     assert engine.requests[1].prompt == ids("he said hello he")
 
 
-def test_token_ids_find_the_longest_turn_they_begin_with(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with running(tmp_path, an_engine()) as here:
-            one = [1, 2, 3, *LETTERS]
-            for prompt, branch in (
-                ([1, 2, 3], None),
-                ([*one, 9], None),
-                ([*one, 9, *LETTERS, 8], None),
-                # It leaves the second turn in the middle of its answer.
-                ([*one, 9, *LETTERS[:3], 8], None),
-                ([1, 2, 3, *LETTERS[:5]], "new"),
-            ):
-                answer = await complete(here, prompt)
-                said = answer.get("midstream", {"branch": {"why": None}})["branch"]["why"]
-                assert said == branch, prompt
-            sampled = list(LETTERS)
-            assert tell(here) == [
-                (0, [1, 2, 3], sampled),
-                (1, [9], sampled),
-                (2, [8], sampled),
-                (1, [9, *LETTERS[:3], 8], sampled),
-                (0, [1, 2, 3, *LETTERS[:5]], sampled),
-            ]
-
-    asyncio.run(main())
+async def test_token_ids_find_the_longest_turn_they_begin_with(tmp_path: Path) -> None:
+    async with running(tmp_path, an_engine()) as here:
+        one = [1, 2, 3, *LETTERS]
+        for prompt, branch in (
+            ([1, 2, 3], None),
+            ([*one, 9], None),
+            ([*one, 9, *LETTERS, 8], None),
+            # It leaves the second turn in the middle of its answer.
+            ([*one, 9, *LETTERS[:3], 8], None),
+            ([1, 2, 3, *LETTERS[:5]], "new"),
+        ):
+            answer = await complete(here, prompt)
+            said = answer.get("midstream", {"branch": {"why": None}})["branch"]["why"]
+            assert said == branch, prompt
+        sampled = list(LETTERS)
+        assert tell(here) == [
+            (0, [1, 2, 3], sampled),
+            (1, [9], sampled),
+            (2, [8], sampled),
+            (1, [9, *LETTERS[:3], 8], sampled),
+            (0, [1, 2, 3, *LETTERS[:5]], sampled),
+        ]
 
 
 def test_several_prompts_are_tokenized_anew_and_scoring_is_no_turn(tmp_path: Path) -> None:
@@ -147,15 +141,12 @@ def test_several_prompts_are_tokenized_anew_and_scoring_is_no_turn(tmp_path: Pat
     assert engine.requests[2].prompt == ids("he said hello he")
 
 
-def test_choices_of_one_prompt_are_turns_of_their_own(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with running(tmp_path, an_engine()) as here:
-            await complete(here, [1, 2], n=3)
-            assert tell(here) == [(0, [1, 2], list(LETTERS))] * 3
-            await complete(here, [1, 2, *LETTERS, 5])
-            assert tell(here)[3] == (3, [5], list(LETTERS))
-
-    asyncio.run(main())
+async def test_choices_of_one_prompt_are_turns_of_their_own(tmp_path: Path) -> None:
+    async with running(tmp_path, an_engine()) as here:
+        await complete(here, [1, 2], n=3)
+        assert tell(here) == [(0, [1, 2], list(LETTERS))] * 3
+        await complete(here, [1, 2, *LETTERS, 5])
+        assert tell(here)[3] == (3, [5], list(LETTERS))
 
 
 def test_a_stream_goes_on_elsewhere_with_the_tokens_of_its_text(tmp_path: Path) -> None:

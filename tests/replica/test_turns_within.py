@@ -277,28 +277,25 @@ def test_each_of_several_prompts_is_a_turn_and_says_its_branch(tmp_path: Path) -
     assert engine.requests[4].prompt == ids("he said hello he")
 
 
-def test_sglangs_prompts_say_their_branches_too(tmp_path: Path) -> None:
+async def test_sglangs_prompts_say_their_branches_too(tmp_path: Path) -> None:
     engine = an_engine(tuple(b"hello "))
 
-    async def main() -> None:
-        async with running(tmp_path, engine) as here:
-            asked = {"sampling_params": {"max_new_tokens": 6}}
+    async with running(tmp_path, engine) as here:
+        asked = {"sampling_params": {"max_new_tokens": 6}}
 
-            async def ask(*prompts: list[int], **more: object) -> httpx.Response:
-                body = {**asked, "input_ids": prompts, **more}
-                return await here.http.post("/generate", json=body, headers=NAMED)
+        async def ask(*prompts: list[int], **more: object) -> httpx.Response:
+            body = {**asked, "input_ids": prompts, **more}
+            return await here.http.post("/generate", json=body, headers=NAMED)
 
-            first = (await ask([1, 2, 3], [4, 5])).json()
-            assert not [one for one in first if {"branch", "branches"} & one["midstream"].keys()]
-            turn, new = [1, 2, 3, *first[0]["output_ids"], 9], {"why": "new", "messages": 0}
-            plain = (await ask(turn, [7, 8])).json()
-            assert plain[0]["midstream"]["branches"] == [None, new]
-            turn = [*turn, *plain[0]["output_ids"], 9]
-            stream = events((await ask(turn, [7, 9], stream=True)).text)
-            told = [e["midstream"]["branches"] for e in stream[:-1] if "branches" in e["midstream"]]
-            assert told == [[None, new]]
-
-    asyncio.run(main())
+        first = (await ask([1, 2, 3], [4, 5])).json()
+        assert not [one for one in first if {"branch", "branches"} & one["midstream"].keys()]
+        turn, new = [1, 2, 3, *first[0]["output_ids"], 9], {"why": "new", "messages": 0}
+        plain = (await ask(turn, [7, 8])).json()
+        assert plain[0]["midstream"]["branches"] == [None, new]
+        turn = [*turn, *plain[0]["output_ids"], 9]
+        stream = events((await ask(turn, [7, 9], stream=True)).text)
+        told = [e["midstream"]["branches"] for e in stream[:-1] if "branches" in e["midstream"]]
+        assert told == [[None, new]]
 
 
 _CALL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}

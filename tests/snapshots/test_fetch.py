@@ -177,30 +177,25 @@ def test_a_cancelled_fetch_goes_on_where_it_was(bucket: Bucket, tmp_path: Path) 
     assert listed(tmp_path) == ["bucket", "dest"]
 
 
-def test_a_read_that_breaks_as_it_is_cancelled_leaves_a_cancelled_fetch(
+async def test_a_read_that_breaks_as_it_is_cancelled_leaves_a_cancelled_fetch(
     bucket: Bucket, tmp_path: Path
 ) -> None:
     bucket.put(WEIGHTS, blob(3 * PART))
 
-    async def scenario() -> None:
-        reached = asyncio.Event()
+    reached = asyncio.Event()
 
-        async def broken() -> None:
-            reached.set()
-            try:
-                await asyncio.get_running_loop().create_future()
-            except asyncio.CancelledError:
-                raise SnapshotError("the connection was closed") from None
+    async def broken() -> None:
+        reached.set()
+        try:
+            await asyncio.get_running_loop().create_future()
+        except asyncio.CancelledError:
+            raise SnapshotError("the connection was closed") from None
 
-        task = asyncio.create_task(
-            fetch_watched(bucket.url, tmp_path / "dest", lambda name, number: broken())
-        )
-        await reached.wait()
-        task.cancel()
-        await asyncio.wait([task])
-        assert task.cancelled()
-
-    asyncio.run(scenario())
+    task = asyncio.create_task(fetch_watched(bucket.url, tmp_path / "dest", lambda name, number: broken()))
+    await reached.wait()
+    task.cancel()
+    await asyncio.wait([task])
+    assert task.cancelled()
 
 
 def journalled(partial: Path) -> int:

@@ -39,7 +39,7 @@ def make_source(tmp_path: Path) -> CachedSource:
     return CachedSource(ChainFetcher(SnapshotCache(tmp_path / "cache"), threads=1), read_spec(base))
 
 
-def test_a_full_snapshot_needs_no_rebuild_and_an_incremental_one_does(tmp_path: Path) -> None:
+async def test_a_full_snapshot_needs_no_rebuild_and_an_incremental_one_does(tmp_path: Path) -> None:
     full = write_checkpoint(tmp_path / "s0", seed=0)
     child = write_checkpoint(tmp_path / "s1", seed=1)
     encode_delta(full, child, tmp_path / "d1", "arc_v2")
@@ -53,20 +53,17 @@ def test_a_full_snapshot_needs_no_rebuild_and_an_incremental_one_does(tmp_path: 
         parents=(SnapshotFiles(snapshot="s0", url=full.as_uri()),),
     )
 
-    async def scenario() -> None:
-        path = await source.fetch(first)
-        assert path is not None
-        await source.verify(path, first)
-        await source.release([first])
-        await source.prefetch(Hint(snapshot="s1", url=second.url or "", files=("model.safetensors",)))
-        assert await source.fetch(second) is None
-        path = await source.rebuild(second)
-        await source.verify(path, second)
-        assert weights(path) == weights(child)
-        await source.release([Desired(snapshot=BASE_SNAPSHOT, generation=3), second])
-        assert path.exists()
-
-    asyncio.run(scenario())
+    path = await source.fetch(first)
+    assert path is not None
+    await source.verify(path, first)
+    await source.release([first])
+    await source.prefetch(Hint(snapshot="s1", url=second.url or "", files=("model.safetensors",)))
+    assert await source.fetch(second) is None
+    path = await source.rebuild(second)
+    await source.verify(path, second)
+    assert weights(path) == weights(child)
+    await source.release([Desired(snapshot=BASE_SNAPSHOT, generation=3), second])
+    assert path.exists()
 
 
 def test_the_base_model_is_nobodys_parent(tmp_path: Path) -> None:
@@ -262,7 +259,7 @@ def spoil(directory: Path, name: str = "layers.2.w", value: float = np.nan) -> P
 
 @pytest.mark.parametrize("shards", [1, 2])
 @pytest.mark.parametrize(("value", "said"), [(np.nan, "NaN"), (np.inf, "infinity"), (-np.inf, "-infinity")])
-def test_a_number_that_is_not_finite_is_refused_before_the_engine_has_it(
+async def test_a_number_that_is_not_finite_is_refused_before_the_engine_has_it(
     tmp_path: Path, shards: int, value: float, said: str
 ) -> None:
     full = spoil(write_checkpoint(tmp_path / "s0", shards=shards), value=value)
@@ -270,15 +267,12 @@ def test_a_number_that_is_not_finite_is_refused_before_the_engine_has_it(
     desired = Desired(snapshot="s0", generation=1, url=full.as_uri())
     file = "model" if shards == 1 else "model-00001-of-00002"
 
-    async def scenario() -> None:
-        path = await source.fetch(desired)
-        assert path is not None
-        with pytest.raises(
-            SnapshotNotFinite, match=rf"^tensor layers\.2\.w is {said} at index \[3, 4\] \({file}\."
-        ):
-            await source.verify(path, desired)
-
-    asyncio.run(scenario())
+    path = await source.fetch(desired)
+    assert path is not None
+    with pytest.raises(
+        SnapshotNotFinite, match=rf"^tensor layers\.2\.w is {said} at index \[3, 4\] \({file}\."
+    ):
+        await source.verify(path, desired)
 
 
 def test_a_delta_is_refused_for_the_numbers_that_it_makes(tmp_path: Path) -> None:
@@ -541,25 +535,20 @@ def test_a_replica_that_starts_afresh_has_the_adapters_that_the_bucket_lost(tmp_
         asyncio.run(load(desired()))
 
 
-def test_the_files_of_an_ended_policy_go_and_others_stay(tmp_path: Path) -> None:
+async def test_the_files_of_an_ended_policy_go_and_others_stay(tmp_path: Path) -> None:
     source = adapter_source(tmp_path)
 
-    async def scenario() -> None:
-        paths = {}
-        for name in ("red", "blue"):
-            policy = source.of_policy(name)
-            adapter = write_adapter(tmp_path / f"{name}-1")
-            desired = Desired(snapshot=f"{name}-1", generation=1, url=adapter.as_uri())
-            paths[name] = await policy.fetch(desired)
-            assert paths[name] is not None
-            await policy.prefetch(
-                Hint(snapshot="2", url=adapter.as_uri(), files=("adapter_model.safetensors",))
-            )
-            await policy.close()
-        await source.remove_policy("red")
-        found = {path.parent for path in (tmp_path / "cache").rglob("adapter_*")}
-        assert found == {paths["blue"]}
-        # Its early files go with it, too.
-        assert len(list((tmp_path / "cache").rglob(".part-*"))) == 1
-
-    asyncio.run(scenario())
+    paths = {}
+    for name in ("red", "blue"):
+        policy = source.of_policy(name)
+        adapter = write_adapter(tmp_path / f"{name}-1")
+        desired = Desired(snapshot=f"{name}-1", generation=1, url=adapter.as_uri())
+        paths[name] = await policy.fetch(desired)
+        assert paths[name] is not None
+        await policy.prefetch(Hint(snapshot="2", url=adapter.as_uri(), files=("adapter_model.safetensors",)))
+        await policy.close()
+    await source.remove_policy("red")
+    found = {path.parent for path in (tmp_path / "cache").rglob("adapter_*")}
+    assert found == {paths["blue"]}
+    # Its early files go with it, too.
+    assert len(list((tmp_path / "cache").rglob(".part-*"))) == 1

@@ -36,25 +36,22 @@ def test_a_call_in_a_thread_is_awaited_to_its_end_however_often_it_is_cancelled(
         go_on.set()
 
 
-def test_copying_leaves_the_threads_that_requests_need_alone() -> None:
+async def test_copying_leaves_the_threads_that_requests_need_alone() -> None:
     """Long prompts are tokenized in asyncio's own threads, of which a small machine has as many as a fetch copies with."""
     go_on = threading.Event()
 
-    async def scenario() -> None:
-        copies = [asyncio.create_task(finished(go_on.wait, 120)) for _ in range(40)]
-        for _ in range(3):
-            await asyncio.sleep(0)
-        try:
-            async with asyncio.timeout(60):
-                await asyncio.to_thread(lambda: None)
-        finally:
-            go_on.set()
-            await asyncio.gather(*copies)
-
-    asyncio.run(scenario())
+    copies = [asyncio.create_task(finished(go_on.wait, 120)) for _ in range(40)]
+    for _ in range(3):
+        await asyncio.sleep(0)
+    try:
+        async with asyncio.timeout(60):
+            await asyncio.to_thread(lambda: None)
+    finally:
+        go_on.set()
+        await asyncio.gather(*copies)
 
 
-def test_results_come_in_order_and_the_first_error_ends_the_others() -> None:
+async def test_results_come_in_order_and_the_first_error_ends_the_others() -> None:
     ended: list[str] = []
 
     async def step(name: str, failing: bool = False) -> str:
@@ -66,17 +63,14 @@ def test_results_come_in_order_and_the_first_error_ends_the_others() -> None:
             raise SnapshotCorrupt(name)
         return name
 
-    async def scenario() -> None:
-        assert await all_of(step(name) for name in ()) == []
-        assert await all_of([step("quick"), step("quick")]) == ["quick", "quick"]
-        with pytest.raises(SnapshotCorrupt, match="bad"):
-            await all_of([step("slow"), step("bad", failing=True)])
-        assert sorted(ended[2:]) == ["bad", "slow"]
-
-    asyncio.run(scenario())
+    assert await all_of(step(name) for name in ()) == []
+    assert await all_of([step("quick"), step("quick")]) == ["quick", "quick"]
+    with pytest.raises(SnapshotCorrupt, match="bad"):
+        await all_of([step("slow"), step("bad", failing=True)])
+    assert sorted(ended[2:]) == ["bad", "slow"]
 
 
-def test_an_error_in_the_moment_of_a_cancellation_does_not_replace_it() -> None:
+async def test_an_error_in_the_moment_of_a_cancellation_does_not_replace_it() -> None:
     """The cancelled attempt would be reported as one that failed, and its error shown for the newer snapshot."""
 
     async def fails_when_cancelled() -> None:
@@ -89,23 +83,20 @@ def test_an_error_in_the_moment_of_a_cancellation_does_not_replace_it() -> None:
         await error.wait()
         raise SnapshotError("in the same moment")
 
-    async def scenario() -> None:
-        task = asyncio.create_task(all_of([fails_when_cancelled(), fails_when_cancelled()]))
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        task.cancel()
-        await asyncio.wait([task])
-        assert task.cancelled()
+    task = asyncio.create_task(all_of([fails_when_cancelled(), fails_when_cancelled()]))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.wait([task])
+    assert task.cancelled()
 
-        error = asyncio.Event()
-        task = asyncio.create_task(all_of([fails(error), fails_when_cancelled()]))
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        error.set()
-        # It has failed; `task` does not know yet.
-        await asyncio.sleep(0)
-        task.cancel()
-        await asyncio.wait([task])
-        assert task.cancelled()
-
-    asyncio.run(scenario())
+    error = asyncio.Event()
+    task = asyncio.create_task(all_of([fails(error), fails_when_cancelled()]))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    error.set()
+    # It has failed; `task` does not know yet.
+    await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.wait([task])
+    assert task.cancelled()

@@ -112,28 +112,25 @@ def test_many_at_once_share_one_load_which_outlives_the_first_of_them() -> None:
     play(1, scene)
 
 
-def test_nothing_runs_after_the_end_whatever_was_being_loaded_or_waited_for() -> None:
-    async def run() -> None:
-        policies = FakePolicies()
-        never, loading = asyncio.Event(), asyncio.Event()
+async def test_nothing_runs_after_the_end_whatever_was_being_loaded_or_waited_for() -> None:
+    policies = FakePolicies()
+    never, loading = asyncio.Event(), asyncio.Event()
 
-        def wait(what: str, of: str) -> Awaitable[object] | None:
-            if of == policy(3):
-                loading.set()
-                return never.wait()
-            return None
+    def wait(what: str, of: str) -> Awaitable[object] | None:
+        if of == policy(3):
+            loading.set()
+            return never.wait()
+        return None
 
-        policies.before = wait
-        adapters = SamplerAdapters(policies, 2)
-        before = asyncio.all_tasks()
-        async with adapters.use(name(1)):
-            users = [asyncio.create_task(use(adapters, number)) for number in (2, 3, 4, 5)]
-            await loading.wait()
-            await adapters.close()
-            await asyncio.gather(*users, return_exceptions=True)
-        assert asyncio.all_tasks() == before
-
-    asyncio.run(run())
+    policies.before = wait
+    adapters = SamplerAdapters(policies, 2)
+    before = asyncio.all_tasks()
+    async with adapters.use(name(1)):
+        users = [asyncio.create_task(use(adapters, number)) for number in (2, 3, 4, 5)]
+        await loading.wait()
+        await adapters.close()
+        await asyncio.gather(*users, return_exceptions=True)
+    assert asyncio.all_tasks() == before
 
 
 def test_one_that_cannot_be_loaded_fails_its_users_alone_and_leaves_its_place() -> None:

@@ -105,34 +105,28 @@ def test_another_tenant_finds_nothing() -> None:
     assert futures.find("mine", "req_0") is None
 
 
-def test_waiting_ends_with_the_result_or_without_it() -> None:
-    async def main() -> None:
-        futures = Futures()
-        future = futures.new("t", "sample")
-        assert not await futures.wait(future, 0)
-        waiting = [asyncio.create_task(futures.wait(future, 60)) for _ in range(3)]
-        await asyncio.sleep(0)
-        waiting[0].cancel()
-        future.resolve(b"x", PROTOBUF)
-        assert await asyncio.gather(*waiting[1:]) == [True, True]
-        assert await futures.wait(future, 0)
-
-    asyncio.run(main())
+async def test_waiting_ends_with_the_result_or_without_it() -> None:
+    futures = Futures()
+    future = futures.new("t", "sample")
+    assert not await futures.wait(future, 0)
+    waiting = [asyncio.create_task(futures.wait(future, 60)) for _ in range(3)]
+    await asyncio.sleep(0)
+    waiting[0].cancel()
+    future.resolve(b"x", PROTOBUF)
+    assert await asyncio.gather(*waiting[1:]) == [True, True]
+    assert await futures.wait(future, 0)
 
 
-def test_a_waiter_that_is_cancelled_leaves_the_future_as_it_was() -> None:
-    async def main() -> None:
-        futures = Futures()
-        future = futures.new("t", "sample")
-        waiter = asyncio.create_task(futures.wait(future, 60))
-        await asyncio.sleep(0)
-        waiter.cancel()
-        await asyncio.gather(waiter, return_exceptions=True)
-        assert not future.done
-        assert not future.cancelled
-        assert asyncio.all_tasks() == {asyncio.current_task()}
-
-    asyncio.run(main())
+async def test_a_waiter_that_is_cancelled_leaves_the_future_as_it_was() -> None:
+    futures = Futures()
+    future = futures.new("t", "sample")
+    waiter = asyncio.create_task(futures.wait(future, 60))
+    await asyncio.sleep(0)
+    waiter.cancel()
+    await asyncio.gather(waiter, return_exceptions=True)
+    assert not future.done
+    assert not future.cancelled
+    assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
 def test_cancelling_tells_the_worker_once_and_ends_as_gone() -> None:
@@ -162,34 +156,31 @@ def test_a_finished_future_is_not_cancelled_any_more() -> None:
     assert future.outcome.body == b"x"
 
 
-def test_a_request_whose_client_stopped_asking_is_cancelled_and_no_other() -> None:
-    async def main() -> None:
-        clock = Clock()
-        futures = Futures(clock)
-        told: list[str] = []
-        asked, held, never_asked, working = (futures.new("t", "sample") for _ in range(4))
-        for future in (asked, held, never_asked):
-            future.on_cancel(lambda: told.append("stop"))
-        for future in (asked, held, working):
-            await futures.wait(future, 0)
-        holding = asyncio.create_task(futures.wait(held, 60))
-        await asyncio.sleep(0)
-        clock.now += ABANDONED_S - 1
-        futures.cancel_abandoned()
-        assert told == []
-        clock.now += 1
-        futures.cancel_abandoned()
-        assert told == ["stop"]
-        assert [future.cancelled for future in (asked, held, never_asked, working)] == [
-            True,
-            False,
-            False,
-            False,
-        ]
-        held.resolve(b"x", PROTOBUF)
-        assert await holding
-
-    asyncio.run(main())
+async def test_a_request_whose_client_stopped_asking_is_cancelled_and_no_other() -> None:
+    clock = Clock()
+    futures = Futures(clock)
+    told: list[str] = []
+    asked, held, never_asked, working = (futures.new("t", "sample") for _ in range(4))
+    for future in (asked, held, never_asked):
+        future.on_cancel(lambda: told.append("stop"))
+    for future in (asked, held, working):
+        await futures.wait(future, 0)
+    holding = asyncio.create_task(futures.wait(held, 60))
+    await asyncio.sleep(0)
+    clock.now += ABANDONED_S - 1
+    futures.cancel_abandoned()
+    assert told == []
+    clock.now += 1
+    futures.cancel_abandoned()
+    assert told == ["stop"]
+    assert [future.cancelled for future in (asked, held, never_asked, working)] == [
+        True,
+        False,
+        False,
+        False,
+    ]
+    held.resolve(b"x", PROTOBUF)
+    assert await holding
 
 
 def test_too_many_unfinished_requests_are_refused_and_only_of_that_tenant(
@@ -225,17 +216,14 @@ def test_results_beyond_the_limit_push_out_the_oldest_and_first_what_was_fetched
     assert futures.find("other", theirs.request_id) is theirs
 
 
-def test_closing_answers_everybody_who_waits() -> None:
-    async def main() -> None:
-        futures = Futures()
-        pending, finished = futures.new("t", "sample"), done(futures)
-        waiting = asyncio.create_task(futures.wait(pending, 60))
-        await asyncio.sleep(0)
-        futures.close()
-        assert await waiting
-        assert [one.outcome.status for one in (pending, finished) if one.outcome] == [410, 200]
-
-    asyncio.run(main())
+async def test_closing_answers_everybody_who_waits() -> None:
+    futures = Futures()
+    pending, finished = futures.new("t", "sample"), done(futures)
+    waiting = asyncio.create_task(futures.wait(pending, 60))
+    await asyncio.sleep(0)
+    futures.close()
+    assert await waiting
+    assert [one.outcome.status for one in (pending, finished) if one.outcome] == [410, 200]
 
 
 def test_a_json_result_cannot_look_like_a_failure() -> None:

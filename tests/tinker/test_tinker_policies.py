@@ -106,23 +106,20 @@ def test_what_is_not_in_the_bucket_and_a_name_that_is_taken_are_refused_in_words
     play(server, scene)
 
 
-def test_a_gateway_that_is_away_is_waited_for_and_then_given_up() -> None:
-    async def run() -> None:
-        waited: list[float] = []
+async def test_a_gateway_that_is_away_is_waited_for_and_then_given_up() -> None:
+    waited: list[float] = []
 
-        async def sleep(seconds: float) -> None:
-            waited.append(seconds)
+    async def sleep(seconds: float) -> None:
+        waited.append(seconds)
 
-        policies = DeploymentPolicies(
-            gateway_url="http://127.0.0.1:9",
-            deployment="accounts/a/deployments/d",
-            patience_s=100.0,
-            sleep=sleep,
-            now=lambda: sum(waited),
-        )
-        with pytest.raises(WorkFailed, match="serving 'step-1' failed") as failed:
-            await policies.load("tinker-ab-0-1", "step-1")
-        assert failed.value.category == "server"
-        assert 90 < sum(waited) <= 100
-
-    asyncio.run(run())
+    policies = DeploymentPolicies(
+        gateway_url="http://127.0.0.1:9",
+        deployment="accounts/a/deployments/d",
+        patience_s=100.0,
+        sleep=sleep,
+        now=lambda: sum(waited),
+    )
+    with pytest.raises(WorkFailed, match="serving 'step-1' failed") as failed:
+        await policies.load("tinker-ab-0-1", "step-1")
+    assert failed.value.category == "server"
+    assert 90 < sum(waited) <= 100

@@ -468,22 +468,19 @@ def test_a_request_that_breaks_every_connection_is_given_up(tmp_path: Path) -> N
     run(tmp_path, lambda _: Reply(cut=True), scenario)
 
 
-def test_the_gateway_may_move(tmp_path: Path) -> None:
+async def test_the_gateway_may_move(tmp_path: Path) -> None:
     """A submission that found nobody goes to where the gateway is then."""
 
-    async def main() -> None:
-        async def answering(asked: Asked) -> Reply:
-            return completion(asked, 4)
+    async def answering(asked: Asked) -> Reply:
+        return completion(asked, 4)
 
-        async with fake_gateway(answering) as gateway, front("http://127.0.0.1:9", tmp_path) as made:
-            request_id, _ = await made.sampling.submit(TENANT, None, body(made.sampling_session().id))
-            made.sampling.gateway_url = gateway.url
-            outcome = (await ended(made, request_id)).outcome
-            assert outcome is not None
-            assert outcome.status == 200
-            assert outcome.media_type == "application/x-protobuf"
-
-    asyncio.run(main())
+    async with fake_gateway(answering) as gateway, front("http://127.0.0.1:9", tmp_path) as made:
+        request_id, _ = await made.sampling.submit(TENANT, None, body(made.sampling_session().id))
+        made.sampling.gateway_url = gateway.url
+        outcome = (await ended(made, request_id)).outcome
+        assert outcome is not None
+        assert outcome.status == 200
+        assert outcome.media_type == "application/x-protobuf"
 
 
 def test_a_cancelled_sample_ends_its_completion(tmp_path: Path) -> None:

@@ -620,7 +620,7 @@ def test_a_finished_session_frees_its_models_once_their_requests_are_done(tmp_pa
     play(tmp_path, scene)
 
 
-def test_when_there_is_no_room_models_of_clients_that_are_gone_make_way(tmp_path: Path) -> None:
+async def test_when_there_is_no_room_models_of_clients_that_are_gone_make_way(tmp_path: Path) -> None:
     now = 1000.0
 
     async def scene(at: World) -> None:
@@ -640,11 +640,8 @@ def test_when_there_is_no_room_models_of_clients_that_are_gone_make_way(tmp_path
         assert sorted(at.trainer.weights) == sorted([here, made])
         assert "its client had gone" in (await at.error(await at.step(gone, 1)))[0]
 
-    async def run() -> None:
-        async with world(tmp_path, max_models=2, clock=lambda: now) as at:
-            await scene(at)
-
-    asyncio.run(run())
+    async with world(tmp_path, max_models=2, clock=lambda: now) as at:
+        await scene(at)
 
 
 def test_what_a_request_that_never_comes_held_up_fails(tmp_path: Path) -> None:

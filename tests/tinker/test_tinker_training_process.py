@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 from collections.abc import Callable
@@ -28,7 +27,7 @@ async def loss(at: World, model: str, seq_id: int) -> float:
     return value
 
 
-def test_a_killed_trainer_is_started_again_and_goes_on_from_a_saved_state(
+async def test_a_killed_trainer_is_started_again_and_goes_on_from_a_saved_state(
     tmp_path: Path, tiny_model: Callable[..., Path]
 ) -> None:
     async def scene(at: World, trainer: Trainer) -> None:
@@ -52,10 +51,7 @@ def test_a_killed_trainer_is_started_again_and_goes_on_from_a_saved_state(
         assert await loss(at, model, 7) == pytest.approx(saved, abs=1e-5)
         assert "was killed" in (await at.error(await at.step(other, 2)))[0]
 
-    async def run() -> None:
-        trainer = Trainer(m.StartTrainer(directory=str(tiny_model())))
-        async with world(tmp_path, trainer=trainer) as at:
-            await scene(at, trainer)
-        assert trainer.pid is None
-
-    asyncio.run(run())
+    trainer = Trainer(m.StartTrainer(directory=str(tiny_model())))
+    async with world(tmp_path, trainer=trainer) as at:
+        await scene(at, trainer)
+    assert trainer.pid is None

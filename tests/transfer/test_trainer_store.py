@@ -8,7 +8,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from test_replica_pins import in_a_loop
 
 from midstream.core.transfer import TrainerState
 from midstream.transfer.trainer_store import TrainerStore
@@ -24,7 +23,6 @@ def torch_store(port: int = 0, *, libuv: bool = True) -> torch.distributed.TCPSt
     return torch.distributed.TCPStore(HERE, port, None, True, wait_for_workers=False, use_libuv=libuv)
 
 
-@in_a_loop
 @pytest.mark.parametrize("libuv", [True, False])
 async def test_a_store_of_torch_is_known_again(libuv: bool) -> None:
     opened = torch_store(libuv=libuv)
@@ -53,7 +51,6 @@ async def answer_as_http(_: asyncio.StreamReader, writer: asyncio.StreamWriter) 
     writer.close()
 
 
-@in_a_loop
 @pytest.mark.parametrize("answer", [at_once_closed, answer_as_http])
 async def test_what_answers_something_else_is_no_trainer(answer: Callable[..., object]) -> None:
     opened = torch_store()
@@ -67,7 +64,6 @@ async def test_what_answers_something_else_is_no_trainer(answer: Callable[..., o
     await server.wait_closed()
 
 
-@in_a_loop
 async def test_silence_at_the_port_is_unknown() -> None:
     opened = torch_store()
     store = TrainerStore(HERE, opened.port)
@@ -78,7 +74,6 @@ async def test_silence_at_the_port_is_unknown() -> None:
         assert await store.look(SILENT_S) is TrainerState.UNKNOWN
 
 
-@in_a_loop
 async def test_a_trainer_without_a_store_of_torch_is_whatever_listens() -> None:
     with socket.create_server((HERE, 0)) as listener:
         store = TrainerStore(HERE, listener.getsockname()[1])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import sys
 from pathlib import Path
@@ -142,25 +141,22 @@ def test_the_next_piece_may_come_before_one_is_written_and_overwrites_none(tmp_p
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the system grants leases on Linux")
-def test_an_update_lies_in_the_file_of_a_snapshot_that_left(tmp_path: Path) -> None:
+async def test_an_update_lies_in_the_file_of_a_snapshot_that_left(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     cache = SnapshotCache(tmp_path / "cache")
 
-    async def main() -> None:
-        files = UpdateFiles(tmp_path / "config.json", cache)
-        await files.make(10)
-        await files.remove()
-        left = cache.whole([SnapshotFiles(snapshot="v1", url="file:///b/v1", fingerprint="f")])
-        left.mkdir()
-        (left / "model.safetensors").write_bytes(b"x" * 200)
-        inode = (left / "model.safetensors").stat().st_ino
-        cache.drop(left)
-        await files.make(100)
-        found = files.weights.stat()
-        assert (found.st_ino, found.st_size) == (inode, 100)
-        await files.close(b"header", 90, {})
-        assert files.weights.read_bytes() == b"header" + b"x" * 84
-        await files.remove()
-        assert [path.name for path in cache.root.iterdir()] == [".boot"]
-
-    asyncio.run(main())
+    files = UpdateFiles(tmp_path / "config.json", cache)
+    await files.make(10)
+    await files.remove()
+    left = cache.whole([SnapshotFiles(snapshot="v1", url="file:///b/v1", fingerprint="f")])
+    left.mkdir()
+    (left / "model.safetensors").write_bytes(b"x" * 200)
+    inode = (left / "model.safetensors").stat().st_ino
+    cache.drop(left)
+    await files.make(100)
+    found = files.weights.stat()
+    assert (found.st_ino, found.st_size) == (inode, 100)
+    await files.close(b"header", 90, {})
+    assert files.weights.read_bytes() == b"header" + b"x" * 84
+    await files.remove()
+    assert [path.name for path in cache.root.iterdir()] == [".boot"]

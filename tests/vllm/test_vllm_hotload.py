@@ -393,7 +393,7 @@ def test_answers_are_computed_over_the_kv_that_they_name_whatever_the_cache_poli
     assert worst <= TOLERANCE
 
 
-def test_a_check_goes_before_the_requests_that_wait_in_vllm(bed: Bed) -> None:
+async def test_a_check_goes_before_the_requests_that_wait_in_vllm(bed: Bed) -> None:
     """At a replica's own server, which is given more than it runs at once. Their lengths differ, so they end one by one."""
 
     def body(number: int, **more: Any) -> bytes:
@@ -404,23 +404,18 @@ def test_a_check_goes_before_the_requests_that_wait_in_vllm(bed: Bed) -> None:
         scored = {"prompt_logprobs": 0, "max_tokens": 1} if asked.urgent else {}
         return protocol.body(asked, 0, model=NAME, salt="", stream=False, by_priority=True, **scored)
 
-    async def main() -> None:
-        limits = httpx.Limits(max_connections=None)
-        url, headers = bed.server_url("replica-0"), {"content-type": "application/json"}
-        async with httpx.AsyncClient(
-            base_url=url, timeout=DEADLINE_S, limits=limits, headers=headers
-        ) as http:
-            asked = [asyncio.create_task(http.post(protocol.PATH, content=body(i))) for i in range(WAITING)]
-            await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
-            ended = [one.result().status_code for one in asked if one.done()]
-            assert set(ended) == {200}
-            answer = await http.post(protocol.PATH, content=body(0, urgent=True))
-            assert answer.status_code == 200, answer.text
-            assert len(answer.json()["prompt_logprobs"]) == 20
-            # Behind all that waited, it would have begun when all but those that ran had ended.
-            assert sum(one.done() for one in asked) < WAITING - RUNNING_MAX
-            for one in asked:
-                one.cancel()
-            await asyncio.wait(asked)
-
-    asyncio.run(main())
+    limits = httpx.Limits(max_connections=None)
+    url, headers = bed.server_url("replica-0"), {"content-type": "application/json"}
+    async with httpx.AsyncClient(base_url=url, timeout=DEADLINE_S, limits=limits, headers=headers) as http:
+        asked = [asyncio.create_task(http.post(protocol.PATH, content=body(i))) for i in range(WAITING)]
+        await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
+        ended = [one.result().status_code for one in asked if one.done()]
+        assert set(ended) == {200}
+        answer = await http.post(protocol.PATH, content=body(0, urgent=True))
+        assert answer.status_code == 200, answer.text
+        assert len(answer.json()["prompt_logprobs"]) == 20
+        # Behind all that waited, it would have begun when all but those that ran had ended.
+        assert sum(one.done() for one in asked) < WAITING - RUNNING_MAX
+        for one in asked:
+            one.cancel()
+        await asyncio.wait(asked)
