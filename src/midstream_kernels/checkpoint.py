@@ -5,7 +5,8 @@ Always holds:
   `mapped_module` gives None for anything less simple, and transformers then reads the snapshot.
 - What is read of the files does not change while they are mapped. They lie in a directory of the replica, or in that of the
   base model, which nobody may write to while it is served. Of files that are being made, a tensor is read when it is there.
-- A skeleton holds no tensor of a snapshot once its `with` block is left. The module's configuration is nobody's to change.
+- A skeleton holds no tensor of a snapshot once its `with` block is left. Nothing changes the module's
+  configuration.
 """
 
 from __future__ import annotations

@@ -7,7 +7,8 @@ and hands them back to the gateway (`Handed`). So several gateways have one deci
 Always holds:
 - A session moves only if the time it saves is more than what computing its history costs, by MARGIN and GAIN_S_MIN. It leaves
   a busy engine for an idle one only if that saves SLOW_GAIN_S_MIN.
-- One that moved here goes on only if it saves what both moves cost, and not within MOVE_EVERY_S. So none goes back and forth.
+- A session that moved here moves again only if that saves what both moves cost, and not within MOVE_EVERY_S. So no session
+  moves back and forth.
 - A session that has not begun has nothing to lose: it goes where there is room for it.
 - What was not measured is no gain.
 """

@@ -2,9 +2,9 @@
 
 The price itself is in core/price.py. A home decides by what it measures; a gateway says what others reported last.
 Always holds:
-- A replica is told of an offer only while turns wait there, or an idle one stands beside it, or it is asked to leave. A turn of
-  a known session costs no look here.
-- A replica that is asked to leave is told so while another one is usable. An offer lapses by itself.
+- The gateway sends a replica an offer only while turns wait there, while an idle one stands beside it, or if it is asked to
+  leave. A turn of a known session costs no look here.
+- The gateway asks a replica to leave only while another one is usable. An offer lapses by itself.
 - What was promised to sessions that move is no room for others until the new home has reported it.
 """
 
@@ -70,7 +70,7 @@ class Mover:
             await asyncio.gather(*(self._tell(view, offer) for view, offer in made))
 
     async def _tell(self, view: ReplicaView, offer: RoomOffer) -> None:
-        # It is told again soon.
+        # The next offer follows soon.
         with contextlib.suppress(ReplicaUnavailable):
             body = msgspec.json.encode(offer)
             await self._replicas.post(view, "/replica/offer", body, 202, TELL_S)
@@ -82,7 +82,7 @@ class Mover:
     # -- what is offered
 
     def made(self) -> list[tuple[ReplicaView, RoomOffer]]:
-        """Each replica that is told something, and what."""
+        """The replicas that get an offer now, each with its offer."""
         views, leaving = self._replicas.views, self._replicas.leaving
         heard = [view for view in views if view.replica.heard is not None]
         found: list[tuple[ReplicaView, RoomOffer]] = []

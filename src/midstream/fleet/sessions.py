@@ -240,7 +240,7 @@ class SessionTable:
 
     def not_begun(self, session: Session, replica: str, stamp: int, came_from: str) -> None:
         """The placing of this stamp on `replica` came to nothing. If the session moved, it lives on where it came from, unless
-        `replica` has answered a later turn, and is there: nobody else knows that turn."""
+        `replica` has answered a later turn, and is there: no other replica knows that turn."""
         stays = came_from and self.moved.get(session) != stamp
         if ((not stays and self.forget(session, replica, stamp)) or self.home(session) is None) and came_from:
             self.settle(session, came_from)

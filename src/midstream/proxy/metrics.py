@@ -312,7 +312,7 @@ class GatewayMetrics:
         heard = [(d, view, view.replica.heard) for d, view in self._views() if view.replica.heard is not None]
         for name, value in _REPORTED.items():
             yield _samples(name, [((view.name,), value(report)) for _, view, report in heard])
-        # One that leaves is told of no snapshot.
+        # The gateway signals no snapshot to a replica that leaves.
         told = [(d, v, report) for d, v, report in heard if v.replica.standing == "member"]
         behind = [((view.name,), d.order.behind(report.own.snapshot)) for d, view, report in told]
         yield _samples("midstream_replica_snapshots_behind", behind)

@@ -403,7 +403,7 @@ class AtReplica(Protocol):
         """The replica does not answer any more. together: all requests that are given up with it."""
 
     def leave(self, reason: str) -> None:
-        """The replica's time is over. The request goes on elsewhere, if it can."""
+        """The replica's time is over. The request continues on another replica, if it can."""
 
 
 class Upstream:

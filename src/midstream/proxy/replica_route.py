@@ -341,7 +341,7 @@ class ReplicaRoute(Route):
         return ELSEWHERE
 
     def _move(self, head: UpstreamHead) -> Judgement:
-        """Its home hands the turn over: it goes where that pays, else back. Nobody does so again."""
+        """Its home hands the turn over: it goes where that pays, else back. No replica may hand it over again."""
         tries, eligible = self._tries, None if self._versions is None else self._versions.fits
         if tries.handed:
             return HEAD

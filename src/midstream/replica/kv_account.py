@@ -323,7 +323,7 @@ class KvAccount:
         members = self._members.get(one.first.family, {})
         if session in members:
             if self._mates[one.first.group] == 1:
-                # What sessions that ended left of its group's prompt is nobody else's.
+                # Ended sessions of its group left a part of the prompt in the cache. No other session claims it.
                 cached = self._common(one.first.family, cached)
             one.shared = 0 if len(members) == 1 else min(max(cached, one.shared), one.held)
             self._count(session, one)
@@ -352,8 +352,8 @@ class KvAccount:
         self._count(session, one)
 
     def end(self, session: Session, *, elsewhere: bool = False) -> bool:
-        """The session is over. Its claim is free at once. Whether it was known. elsewhere: it goes on there with a next turn.
-        What it comes to is not known here."""
+        """The session is over, and its claim is free at once. Returns whether it was known. elsewhere: its next turn is on
+        another replica, so this one does not learn how long it becomes."""
         one = self._sessions.pop(session, None)
         if not elsewhere:
             self._moved.pop(session, None)
@@ -466,7 +466,7 @@ class KvAccount:
         if session in self._members.get(first.family, ()):
             return
         if first.family not in self._members:
-            # Nobody has what it shared.
+            # No session has the prefix that it shared.
             one.shared = 0
         self._members.setdefault(first.family, {})[session] = one
         self._mates[first.group] = self._mates.get(first.group, 0) + 1

@@ -142,7 +142,7 @@ class KvBudget:
         return f"KvBudget({self.queue!r})"
 
     def open(self, *, serving: bool) -> None:
-        """serving: False: the replica takes no requests. What waits goes on, to be refused behind."""
+        """serving: False: the replica takes no requests. The turns that wait are let in, and the gate refuses them."""
         self._open = serving
         self._settle()
 

@@ -182,7 +182,7 @@ class Moves:
             if (found := self._came.get(moved)) is not None:
                 self._came[moved] = found._replace(computed=computed)
 
-    # -- what a gateway is told
+    # -- what it reports to gateways
 
     def report(self, now: float, waiting: int = 0, begun: Sequence[float] = ()) -> TurnPace:
         """waiting: turns that wait for room in the KV cache. begun: how long those of sessions that have begun have waited."""

@@ -1,7 +1,8 @@
 """What a sequence reuses from the second tier of the KV cache: found, pinned and copied back in pieces. Imports no torch.
 
-Is called where there is a second tier. Always holds: a sequence reads a place only once it is in the pool. It goes on where the
-chain of what it has ends, so what goes from the second tier meanwhile ends what it restores.
+The scheduler calls it where there is a second tier.
+Always holds: a sequence reads a place only once it is in the pool. A sequence restores the chain of blocks behind those that it
+has. If the second tier drops one of them meanwhile, the chain ends before it.
 """
 
 from __future__ import annotations

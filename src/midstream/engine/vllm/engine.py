@@ -97,7 +97,7 @@ class VllmEngine(VllmLife):
     def _salt(self, run: ServerRequest) -> tuple[str, bool]:
         if self._no_provenance:
             return super()._salt(run)
-        # The scheduler gives it none that is too old. What it gives is told.
+        # The scheduler uses no KV that is too old, and says which it used.
         return self._salts.lasting(run.request.salt), False
 
     def _kv_asked(self, request: GenerateRequest) -> tuple[int, int] | None:

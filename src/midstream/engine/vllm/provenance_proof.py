@@ -1,11 +1,11 @@
 """The proof, at every start, that a vLLM server says which weights computed KV, and bounds the age of cached KV.
 
 midstream's scheduler says it (worker_extension/midstream_vllm_provenance.py). Here the weights get another name. A stream that
-crosses this must be told so with its first token behind it. A prompt that was cached before must be found, and said to be of
+crosses this must say so with its first token behind it. A prompt that was cached before must be found, and said to be of
 the first name. With a bound on its age it must not be found.
 
 With policies all of this must hold for an adapter, when the name says that all weights were switched, and when it says that
-the adapter alone was. The base must be told of the first alone.
+the adapter alone was. For the base, only the first may be said.
 
 Always holds: a server that fails is used without the feature, and the reason is on its card. Each name is an epoch.
 """

@@ -76,7 +76,7 @@ class SessionKv:
         return used_by(self._kv, contexts) if self.lacks else self._kv
 
     def asked(self, request: GenerateRequest) -> tuple[str, float, float] | None:
-        """What the scheduler is told of a request."""
+        """What a request says to the scheduler: its session, when the next turn is likely, and for how long to keep the KV."""
         if self.lacks or not request.session:
             return None
         return request.session, request.returns_s, request.kept_s

@@ -54,7 +54,7 @@ class Making(Protocol):
         finite. A linked one is not digested yet."""
 
     def given_up(self) -> None:
-        """The checkpoint was refused, perhaps before it was begun. It may be made again, of which nothing is told."""
+        """The checkpoint was refused, perhaps before it was begun. If it is made again, this object hears nothing of that."""
 
 
 class RebuildCancelled(SnapshotError):

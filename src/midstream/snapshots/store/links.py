@@ -123,10 +123,10 @@ class Links:
 
 
 def tell_of_links(making: Making, directory: Path, files: Mapping[str, Path]) -> None:
-    """Have weights read that are linked and held, also before they are digested: nobody writes to them, or `check` says so.
+    """Have weights read that are linked and held, also before they are digested. If somebody writes to them, `check` says so.
 
     directory: is made, and has links to them. The caller removes it when the files are in their place. files: all of the
-    snapshot, by name. If they are no checkpoint, or cannot be linked, nobody is told.
+    snapshot, by name. If they are no checkpoint, or cannot be linked, `making` hears nothing.
     """
     with contextlib.suppress(OSError, SnapshotError):
         directory.mkdir()

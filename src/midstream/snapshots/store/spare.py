@@ -49,8 +49,8 @@ def keep_spare(root: Path, directory: Path) -> bool:
 
 
 def take_spare(root: Path, dest: Path) -> bool:
-    """Move the spare file to `dest`, which nobody else knows. Whether there was one that can be written to; else nothing is
-    at `dest`."""
+    """Moves a spare file to `dest`, which no other process knows. Returns False if there was none that can be written to; then
+    nothing is at `dest`."""
     for directory in _spares(root):
         with contextlib.suppress(OSError):
             os.rename(directory / WEIGHTS_FILE, dest)

@@ -100,6 +100,6 @@ class _Taker:
             count -= step
 
     def check_end(self) -> None:
-        """Raise BlobError where the blob goes on, or is not whole."""
+        """Raises BlobError if bytes are left of the blob, or if it is not whole."""
         for _ in self._pieces:
             pass

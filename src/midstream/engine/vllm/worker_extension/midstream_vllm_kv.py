@@ -61,7 +61,7 @@ class CachedPlace:
 class ClaimedLine:
     """vLLM's line of free blocks, with those that sessions claim, or had alone when they ended, taken out of it.
 
-    queue: the line. Its count of free blocks goes on to have all of them. evicted: blocks that were taken while claimed.
+    queue: the line. Its count of free blocks still includes all of them. evicted: blocks that were taken while claimed.
     """
 
     def __init__(self, queue: Any) -> None:
