@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import AsyncIterator, Collection
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -275,25 +276,22 @@ class World:
         return await self.gateways[0].ledger.transfer(DEPLOYMENT)
 
 
-def in_world(
+@asynccontextmanager
+async def in_world(
     path: Path,
-    work: Callable[[World], Awaitable[None]],
     settings: PushSettings = SETTINGS,
     *,
     replicas: int = 3,
     gateways: int = 1,
-) -> None:
-    async def run() -> None:
-        world = World(path, settings, replicas, gateways)
-        try:
-            ledger = world.gateways[0].ledger
-            await ledger.ensure_deployment(DEPLOYMENT, MODEL, "file:///bucket", "ASYNC", replicas)
-            world.hear()
-            await work(world)
-            for gateway in world.gateways:
-                await gateway.door.close()
-        finally:
-            for gateway in world.gateways:
-                gateway.ledger.close()
-
-    asyncio.run(run())
+) -> AsyncIterator[World]:
+    world = World(path, settings, replicas, gateways)
+    try:
+        ledger = world.gateways[0].ledger
+        await ledger.ensure_deployment(DEPLOYMENT, MODEL, "file:///bucket", "ASYNC", replicas)
+        world.hear()
+        yield world
+        for gateway in world.gateways:
+            await gateway.door.close()
+    finally:
+        for gateway in world.gateways:
+            gateway.ledger.close()

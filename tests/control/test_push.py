@@ -40,8 +40,8 @@ from midstream.ledger import LedgerUnavailable, Phase, Signal
 TWO_OF_THREE = msgspec.structs.replace(SETTINGS, quorum=0.6)
 
 
-def test_an_update_becomes_a_snapshot_that_replicas_have_and_one_of_them_keeps(tmp_path: Path) -> None:
-    async def work(world: World) -> None:
+async def test_an_update_becomes_a_snapshot_that_replicas_have_and_one_of_them_keeps(tmp_path: Path) -> None:
+    async with in_world(tmp_path) as world:
         [gateway] = world.gateways
         group = await gateway.init()
         assert [(member.replica, member.rank) for member in group.members] == [
@@ -69,8 +69,6 @@ def test_an_update_becomes_a_snapshot_that_replicas_have_and_one_of_them_keeps(t
         numbers = [order.update for order in world.replicas["replica-1"].orders if isinstance(order, Finish)]
         assert numbers == [1, 2]
 
-    in_world(tmp_path, work)
-
 
 FAULTS = [
     (kind, fault)
@@ -82,10 +80,10 @@ FAULTS = [
 @pytest.mark.parametrize(
     ("kind", "fault"), FAULTS, ids=[f"{kind.__name__}-{fault}" for kind, fault in FAULTS]
 )
-def test_a_fault_in_any_phase_ends_the_group_everywhere_and_signals_nothing(
+async def test_a_fault_in_any_phase_ends_the_group_everywhere_and_signals_nothing(
     tmp_path: Path, kind: type, fault: str
 ) -> None:
-    async def work(world: World) -> None:
+    async with in_world(tmp_path) as world:
         [gateway] = world.gateways
         lost = world.replicas["replica-1"]
         lost.faults[kind] = fault
@@ -118,13 +116,13 @@ def test_a_fault_in_any_phase_ends_the_group_everywhere_and_signals_nothing(
         await gateway.init()
         assert (await gateway.push()).desired.snapshot == "v1"
 
-    in_world(tmp_path, work)
-
 
 @pytest.mark.parametrize("kind", [Check, Receive, Finish])
 @pytest.mark.parametrize("fault", ["stall", "die", "restart"])
-def test_the_quorum_commits_without_a_member_that_is_fenced(tmp_path: Path, kind: type, fault: str) -> None:
-    async def work(world: World) -> None:
+async def test_the_quorum_commits_without_a_member_that_is_fenced(
+    tmp_path: Path, kind: type, fault: str
+) -> None:
+    async with in_world(tmp_path, TWO_OF_THREE) as world:
         [gateway] = world.gateways
         world.replicas["replica-1"].faults[kind] = fault
         await gateway.init()
@@ -138,11 +136,9 @@ def test_the_quorum_commits_without_a_member_that_is_fenced(tmp_path: Path, kind
         [(_, [update])] = await gateway.ledger.newest_transfers(DEPLOYMENT, 1)
         assert update.replicas == ("replica-0", "replica-2")
 
-    in_world(tmp_path, work, TWO_OF_THREE)
 
-
-def test_a_member_that_stalls_in_the_finish_leaves_the_quorum_time_to_serve(tmp_path: Path) -> None:
-    async def work(world: World) -> None:
+async def test_a_member_that_stalls_in_the_finish_leaves_the_quorum_time_to_serve(tmp_path: Path) -> None:
+    async with in_world(tmp_path, msgspec.structs.replace(TWO_OF_THREE, finish_s=1.0)) as world:
         [gateway] = world.gateways
         await gateway.init()
         world.replicas["replica-1"].faults[Finish] = "hang"
@@ -152,11 +148,9 @@ def test_a_member_that_stalls_in_the_finish_leaves_the_quorum_time_to_serve(tmp_
         assert gateway.waited_for == ["replica-0", "replica-2"]
         assert await world.group() is None
 
-    in_world(tmp_path, work, msgspec.structs.replace(TWO_OF_THREE, finish_s=1.0))
 
-
-def test_fewer_than_the_quorum_commit_nothing(tmp_path: Path) -> None:
-    async def work(world: World) -> None:
+async def test_fewer_than_the_quorum_commit_nothing(tmp_path: Path) -> None:
+    async with in_world(tmp_path, TWO_OF_THREE) as world:
         [gateway] = world.gateways
         world.replicas["replica-1"].faults[Receive] = "die"
         world.replicas["replica-2"].faults[Finish] = "stall"
@@ -165,12 +159,12 @@ def test_fewer_than_the_quorum_commit_nothing(tmp_path: Path) -> None:
             await gateway.push()
         assert (await world.signalled(), await world.group(), world.groups) == ([], None, set())
 
-    in_world(tmp_path, work, TWO_OF_THREE)
-
 
 @pytest.mark.parametrize("when", ["before", "during"])
-def test_a_member_that_is_not_wanted_any_more_does_not_count_at_the_finish(tmp_path: Path, when: str) -> None:
-    async def work(world: World) -> None:
+async def test_a_member_that_is_not_wanted_any_more_does_not_count_at_the_finish(
+    tmp_path: Path, when: str
+) -> None:
+    async with in_world(tmp_path) as world:
         [gateway] = world.gateways
         await gateway.init()
         await gateway.start()
@@ -197,11 +191,9 @@ def test_a_member_that_is_not_wanted_any_more_does_not_count_at_the_finish(tmp_p
         world.version = "v2"
         assert len((await gateway.push()).replicas) == 2
 
-    in_world(tmp_path, work)
 
-
-def test_a_member_that_is_wanted_again_amid_the_finish_has_not_answered(tmp_path: Path) -> None:
-    async def work(world: World) -> None:
+async def test_a_member_that_is_wanted_again_amid_the_finish_has_not_answered(tmp_path: Path) -> None:
+    async with in_world(tmp_path, TWO_OF_THREE) as world:
         [gateway] = world.gateways
         await gateway.init()
         await gateway.start()
@@ -217,11 +209,9 @@ def test_a_member_that_is_wanted_again_amid_the_finish_has_not_answered(tmp_path
         assert done.replicas == ("replica-0", "replica-1")
         assert done.fenced == {"replica-2": "replica-2 gave no answer"}
 
-    in_world(tmp_path, work, TWO_OF_THREE)
 
-
-def test_a_failure_counts_also_where_another_member_is_not_wanted_any_more(tmp_path: Path) -> None:
-    async def work(world: World) -> None:
+async def test_a_failure_counts_also_where_another_member_is_not_wanted_any_more(tmp_path: Path) -> None:
+    async with in_world(tmp_path) as world:
         [gateway] = world.gateways
         await gateway.init()
         await gateway.start()
@@ -232,11 +222,9 @@ def test_a_failure_counts_also_where_another_member_is_not_wanted_any_more(tmp_p
             await gateway.finish()
         assert (await world.signalled(), await world.group()) == ([], None)
 
-    in_world(tmp_path, work)
 
-
-def test_replicas_that_received_other_bytes_are_never_signalled(tmp_path: Path) -> None:
-    async def work(world: World) -> None:
+async def test_replicas_that_received_other_bytes_are_never_signalled(tmp_path: Path) -> None:
+    async with in_world(tmp_path, TWO_OF_THREE) as world:
         [gateway] = world.gateways
         world.replicas["replica-2"].bytes = "b"
         await gateway.init()
@@ -245,11 +233,9 @@ def test_replicas_that_received_other_bytes_are_never_signalled(tmp_path: Path) 
         assert (await world.signalled(), await world.group(), world.groups) == ([], None, set())
         assert all(any(isinstance(o, Drop) for o in one.orders) for one in world.replicas.values())
 
-    in_world(tmp_path, work, TWO_OF_THREE)
 
-
-def test_a_member_that_hangs_holds_up_nobody_once_another_refused(tmp_path: Path) -> None:
-    async def work(world: World) -> None:
+async def test_a_member_that_hangs_holds_up_nobody_once_another_refused(tmp_path: Path) -> None:
+    async with in_world(tmp_path) as world:
         [gateway] = world.gateways
         world.replicas["replica-0"].faults[Check] = "hang"
         world.replicas["replica-1"].faults[Check] = "refuse"
@@ -259,11 +245,9 @@ def test_a_member_that_hangs_holds_up_nobody_once_another_refused(tmp_path: Path
             await gateway.update()
         assert world.groups == set()
 
-    in_world(tmp_path, work)
 
-
-def test_a_replica_that_restarted_is_said_at_the_next_start_with_the_world_size(tmp_path: Path) -> None:
-    async def work(world: World) -> None:
+async def test_a_replica_that_restarted_is_said_at_the_next_start_with_the_world_size(tmp_path: Path) -> None:
+    async with in_world(tmp_path) as world:
         [gateway] = world.gateways
         await gateway.init()
         await gateway.push()
@@ -275,11 +259,11 @@ def test_a_replica_that_restarted_is_said_at_the_next_start_with_the_world_size(
         assert "init again: call /init_weight_transfer_engine" in caught.value.message
         assert (await world.group(), world.groups) == (None, set())
 
-    in_world(tmp_path, work)
 
-
-def test_a_replica_that_is_not_heard_for_a_while_ends_no_group_and_its_next_boot_does(tmp_path: Path) -> None:
-    async def work(world: World) -> None:
+async def test_a_replica_that_is_not_heard_for_a_while_ends_no_group_and_its_next_boot_does(
+    tmp_path: Path,
+) -> None:
+    async with in_world(tmp_path) as world:
         [gateway] = world.gateways
         await gateway.init()
         lost = world.replicas["replica-2"]
@@ -296,11 +280,9 @@ def test_a_replica_that_is_not_heard_for_a_while_ends_no_group_and_its_next_boot
             await gateway.start()
         assert await world.group() is None
 
-    in_world(tmp_path, work)
 
-
-def test_replicas_that_are_not_ready_are_named_and_another_world_size_is_said(tmp_path: Path) -> None:
-    async def work(world: World) -> None:
+async def test_replicas_that_are_not_ready_are_named_and_another_world_size_is_said(tmp_path: Path) -> None:
+    async with in_world(tmp_path) as world:
         [gateway] = world.gateways
         world.replicas["replica-1"].dead = True
         world.hear()
@@ -317,11 +299,9 @@ def test_replicas_that_are_not_ready_are_named_and_another_world_size_is_said(tm
             await gateway.init()
         assert await world.group() is None
 
-    in_world(tmp_path, work)
 
-
-def test_calls_in_the_wrong_phase_say_the_phase_and_what_is_next(tmp_path: Path) -> None:
-    async def work(world: World) -> None:
+async def test_calls_in_the_wrong_phase_say_the_phase_and_what_is_next(tmp_path: Path) -> None:
+    async with in_world(tmp_path) as world:
         [gateway] = world.gateways
         for call in (gateway.start, gateway.update, gateway.finish):
             with pytest.raises(Conflict, match="call /init_weight_transfer_engine"):
@@ -337,11 +317,9 @@ def test_calls_in_the_wrong_phase_say_the_phase_and_what_is_next(tmp_path: Path)
         assert not await gateway.door.shutdown(gateway.deployment)
         assert (await world.group(), world.groups) == (None, set())
 
-    in_world(tmp_path, work)
 
-
-def test_a_second_trainer_waits_for_a_living_one_and_replaces_a_dead_one(tmp_path: Path) -> None:
-    async def work(world: World) -> None:
+async def test_a_second_trainer_waits_for_a_living_one_and_replaces_a_dead_one(tmp_path: Path) -> None:
+    async with in_world(tmp_path) as world:
         [gateway] = world.gateways
         first = await gateway.init()
         with pytest.raises(Conflict, match=r"another trainer's group, of 127\.0\.0\.1:29500, is open"):
@@ -364,11 +342,9 @@ def test_a_second_trainer_waits_for_a_living_one_and_replaces_a_dead_one(tmp_pat
         world.hear()
         assert (await gateway.init(port=29502)).group == (await world.group()).group
 
-    in_world(tmp_path, work)
 
-
-def test_calls_may_come_to_any_gateway_and_of_two_that_come_at_once_one_works(tmp_path: Path) -> None:
-    async def work(world: World) -> None:
+async def test_calls_may_come_to_any_gateway_and_of_two_that_come_at_once_one_works(tmp_path: Path) -> None:
+    async with in_world(tmp_path, gateways=2) as world:
         one, other = world.gateways
         await one.init()
         await other.start()
@@ -385,12 +361,10 @@ def test_calls_may_come_to_any_gateway_and_of_two_that_come_at_once_one_works(tm
         inits = await asyncio.gather(one.init(port=1), other.init(port=2), return_exceptions=True)
         assert all(isinstance(result, Conflict) for result in inits), "the first trainer lives"
 
-    in_world(tmp_path, work, gateways=2)
-
 
 @pytest.mark.parametrize("kind", [Join, Begin, Receive, Finish])
-def test_the_group_of_a_gateway_that_died_is_ended_by_another_one(tmp_path: Path, kind: type) -> None:
-    async def work(world: World) -> None:
+async def test_the_group_of_a_gateway_that_died_is_ended_by_another_one(tmp_path: Path, kind: type) -> None:
+    async with in_world(tmp_path, gateways=2) as world:
         one, other = world.gateways
         world.replicas["replica-2"].faults[kind] = "hang"
         trainer = asyncio.create_task(one.whole())
@@ -407,11 +381,9 @@ def test_the_group_of_a_gateway_that_died_is_ended_by_another_one(tmp_path: Path
         await other.init()
         assert (await other.push()).desired.snapshot == "v1"
 
-    in_world(tmp_path, work, gateways=2)
 
-
-def test_a_group_that_is_past_its_deadline_takes_no_call(tmp_path: Path) -> None:
-    async def work(world: World) -> None:
+async def test_a_group_that_is_past_its_deadline_takes_no_call(tmp_path: Path) -> None:
+    async with in_world(tmp_path) as world:
         [gateway] = world.gateways
         await gateway.init()
         await gateway.start()
@@ -421,10 +393,8 @@ def test_a_group_that_is_past_its_deadline_takes_no_call(tmp_path: Path) -> None
         assert world.groups == set()
         assert not [o for one in world.replicas.values() for o in one.orders if isinstance(o, Receive)]
 
-    in_world(tmp_path, work)
 
-
-def test_a_group_that_waits_ends_once_its_last_replica_has_left_it(tmp_path: Path) -> None:
+async def test_a_group_that_waits_ends_once_its_last_replica_has_left_it(tmp_path: Path) -> None:
     async def look(gateway: Gateway) -> bool:
         """Whether the group is still open."""
         gateway.world.clock.time += MEMBERS_LOOK_S
@@ -432,7 +402,7 @@ def test_a_group_that_waits_ends_once_its_last_replica_has_left_it(tmp_path: Pat
         await gateway.upkeep.kept()
         return await gateway.world.group() is not None
 
-    async def work(world: World) -> None:
+    async with in_world(tmp_path, gateways=2) as world:
         one, other = world.gateways
         await one.init()
         for gateway in world.gateways:
@@ -454,14 +424,12 @@ def test_a_group_that_waits_ends_once_its_last_replica_has_left_it(tmp_path: Pat
         assert other.door.counts.groups_ended == {"left": 1}
         assert (await one.init()).group == (await world.group()).group
 
-    in_world(tmp_path, work, gateways=2)
-
 
 @pytest.mark.parametrize("sees", ["no replica", "none that reports"])
-def test_a_gateway_that_sees_no_replica_ends_no_group_and_says_so(tmp_path: Path, sees: str) -> None:
+async def test_a_gateway_that_sees_no_replica_ends_no_group_and_says_so(tmp_path: Path, sees: str) -> None:
     """It was partitioned, or has just started. Another gateway sees all of them."""
 
-    async def work(world: World) -> None:
+    async with in_world(tmp_path, gateways=2) as world:
         one, blind = world.gateways
         await one.init()
         group = await world.group()
@@ -490,11 +458,9 @@ def test_a_gateway_that_sees_no_replica_ends_no_group_and_says_so(tmp_path: Path
         assert (await world.group()).group == group.group
         assert blind.door.counts.groups_ended == {}
 
-    in_world(tmp_path, work, gateways=2)
 
-
-def test_a_group_in_a_call_is_left_to_its_deadline(tmp_path: Path) -> None:
-    async def work(world: World) -> None:
+async def test_a_group_in_a_call_is_left_to_its_deadline(tmp_path: Path) -> None:
+    async with in_world(tmp_path) as world:
         [gateway] = world.gateways
         await gateway.init()
         await gateway.start()
@@ -506,22 +472,18 @@ def test_a_group_in_a_call_is_left_to_its_deadline(tmp_path: Path) -> None:
         await gateway.upkeep.kept()
         assert (await world.group()).phase is Phase.STARTED
 
-    in_world(tmp_path, work)
 
-
-def test_a_group_that_waits_for_its_next_update_is_never_late(tmp_path: Path) -> None:
-    async def work(world: World) -> None:
+async def test_a_group_that_waits_for_its_next_update_is_never_late(tmp_path: Path) -> None:
+    async with in_world(tmp_path) as world:
         [gateway] = world.gateways
         await gateway.init()
         world.clock.time += 1e6
         await gateway.upkeep.look_once()
         assert (await gateway.push()).desired.snapshot == "v1"
 
-    in_world(tmp_path, work)
 
-
-def test_a_trainer_that_hangs_up_ends_no_work(tmp_path: Path) -> None:
-    async def work(world: World) -> None:
+async def test_a_trainer_that_hangs_up_ends_no_work(tmp_path: Path) -> None:
+    async with in_world(tmp_path) as world:
         [gateway] = world.gateways
         await gateway.init()
         await gateway.start()
@@ -537,11 +499,11 @@ def test_a_trainer_that_hangs_up_ends_no_work(tmp_path: Path) -> None:
         assert all(one.received == ["a", "b"] for one in world.replicas.values())
         assert (await gateway.finish()).desired.snapshot == "v1"
 
-    in_world(tmp_path, work)
 
-
-def test_a_name_that_is_refused_leaves_the_update_to_another_name_at_any_gateway(tmp_path: Path) -> None:
-    async def work(world: World) -> None:
+async def test_a_name_that_is_refused_leaves_the_update_to_another_name_at_any_gateway(
+    tmp_path: Path,
+) -> None:
+    async with in_world(tmp_path, gateways=2) as world:
         one, other = world.gateways
         await one.init()
         one.fails_sign = SnapshotRefused("weight_version: v1 means other files", param="weight_version")
@@ -564,11 +526,9 @@ def test_a_name_that_is_refused_leaves_the_update_to_another_name_at_any_gateway
         world.version, one.fails_sign = "v3", None
         assert (await one.push()).desired.snapshot == "v3"
 
-    in_world(tmp_path, work, gateways=2)
 
-
-def test_weights_without_a_name_are_held_until_the_deadline_of_the_first_finish(tmp_path: Path) -> None:
-    async def work(world: World) -> None:
+async def test_weights_without_a_name_are_held_until_the_deadline_of_the_first_finish(tmp_path: Path) -> None:
+    async with in_world(tmp_path) as world:
         [gateway] = world.gateways
         await gateway.init()
         gateway.fails_sign = SnapshotRefused("identity: v1 means other files", param="identity")
@@ -582,11 +542,9 @@ def test_weights_without_a_name_are_held_until_the_deadline_of_the_first_finish(
         assert (await world.group(), world.groups, await world.signalled()) == (None, set(), [])
         assert not any(one.received for one in world.replicas.values())
 
-    in_world(tmp_path, work)
 
-
-def test_an_update_that_begins_instead_of_another_name_drops_the_weights_first(tmp_path: Path) -> None:
-    async def work(world: World) -> None:
+async def test_an_update_that_begins_instead_of_another_name_drops_the_weights_first(tmp_path: Path) -> None:
+    async with in_world(tmp_path) as world:
         [gateway] = world.gateways
         await gateway.init()
         gateway.fails_sign = SnapshotRefused("identity: v1 means other files", param="identity")
@@ -598,16 +556,14 @@ def test_an_update_that_begins_instead_of_another_name_drops_the_weights_first(t
             kinds = [type(order) for order in one.orders]
             assert kinds[kinds.index(Drop) + 1] is Begin
 
-    in_world(tmp_path, work)
-
 
 @pytest.mark.parametrize("commits", [True, False])
-def test_a_commit_whose_answer_was_lost_is_looked_up(
+async def test_a_commit_whose_answer_was_lost_is_looked_up(
     tmp_path: Path, commits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(push, "RECALL_AGAIN_S", 0.0)
 
-    async def work(world: World) -> None:
+    async with in_world(tmp_path) as world:
         [gateway] = world.gateways
         real = gateway.sign
 
@@ -639,11 +595,9 @@ def test_a_commit_whose_answer_was_lost_is_looked_up(
             assert (await gateway.finish()).desired.snapshot == "v1"
         assert silent == []
 
-    in_world(tmp_path, work)
 
-
-def test_a_snapshot_that_did_not_serve_is_said_and_its_group_goes_on(tmp_path: Path) -> None:
-    async def work(world: World) -> None:
+async def test_a_snapshot_that_did_not_serve_is_said_and_its_group_goes_on(tmp_path: Path) -> None:
+    async with in_world(tmp_path) as world:
         [gateway] = world.gateways
         gateway.fails_served = SnapshotRefused("replica-1 could not load 'v1': NaN in a")
         await gateway.init()
@@ -651,11 +605,9 @@ def test_a_snapshot_that_did_not_serve_is_said_and_its_group_goes_on(tmp_path: P
             await gateway.push()
         assert (await world.group()).phase is Phase.JOINED
 
-    in_world(tmp_path, work)
 
-
-def test_files_are_kept_by_another_replica_or_gateway_when_one_fails(tmp_path: Path) -> None:
-    async def work(world: World) -> None:
+async def test_files_are_kept_by_another_replica_or_gateway_when_one_fails(tmp_path: Path) -> None:
+    async with in_world(tmp_path, gateways=2) as world:
         one, other = world.gateways
         await one.init()
         done = await one.push()
@@ -667,8 +619,6 @@ def test_files_are_kept_by_another_replica_or_gateway_when_one_fails(tmp_path: P
         await asyncio.gather(one.upkeep.kept(), other.upkeep.kept())
         assert [replica.bucket for replica in world.replicas.values()] == [[], [], ["v1"]]
         assert await one.ledger.unkept_updates() == []
-
-    in_world(tmp_path, work, gateways=2)
 
 
 async def kept_nowhere(world: World, rounds: int) -> int:
@@ -687,8 +637,8 @@ async def kept_nowhere(world: World, rounds: int) -> int:
     return rounds
 
 
-def test_desired_files_are_never_given_up(tmp_path: Path) -> None:
-    async def work(world: World) -> None:
+async def test_desired_files_are_never_given_up(tmp_path: Path) -> None:
+    async with in_world(tmp_path) as world:
         [gateway] = world.gateways
         await gateway.init()
         done = await gateway.push()
@@ -700,11 +650,9 @@ def test_desired_files_are_never_given_up(tmp_path: Path) -> None:
         await gateway.upkeep.kept()
         assert [one.bucket for one in world.replicas.values()] == [["v1"], [], []]
 
-    in_world(tmp_path, work)
 
-
-def test_the_tries_to_keep_files_that_are_not_desired_come_to_an_end(tmp_path: Path) -> None:
-    async def work(world: World) -> None:
+async def test_the_tries_to_keep_files_that_are_not_desired_come_to_an_end(tmp_path: Path) -> None:
+    async with in_world(tmp_path) as world:
         [gateway] = world.gateways
         await gateway.init()
         first = await gateway.push()
@@ -723,11 +671,9 @@ def test_the_tries_to_keep_files_that_are_not_desired_come_to_an_end(tmp_path: P
         assert (second.kept, before.kept) == ("wanted", "given up")
         assert gateway.door.counts.keeps == {"given_up": 1}
 
-    in_world(tmp_path, work)
 
-
-def test_files_that_no_replica_could_serve_are_not_kept_once_others_are_desired(tmp_path: Path) -> None:
-    async def work(world: World) -> None:
+async def test_files_that_no_replica_could_serve_are_not_kept_once_others_are_desired(tmp_path: Path) -> None:
+    async with in_world(tmp_path) as world:
         [gateway] = world.gateways
         await gateway.init()
         await gateway.push()
@@ -741,11 +687,9 @@ def test_files_that_no_replica_could_serve_are_not_kept_once_others_are_desired(
         [(_, [_, before])] = await gateway.ledger.newest_transfers(DEPLOYMENT, 2)
         assert before.kept == "given up"
 
-    in_world(tmp_path, work)
 
-
-def test_a_claim_is_renewed_while_a_replica_writes(tmp_path: Path) -> None:
-    async def work(world: World) -> None:
+async def test_a_claim_is_renewed_while_a_replica_writes(tmp_path: Path) -> None:
+    async with in_world(tmp_path, gateways=2) as world:
         one, other = world.gateways
         passed, renewed = asyncio.Semaphore(0), asyncio.Event()
 
@@ -776,11 +720,9 @@ def test_a_claim_is_renewed_while_a_replica_writes(tmp_path: Path) -> None:
         await other.upkeep.kept()
         assert [replica.bucket for replica in world.replicas.values()] == [["v1"], [], []]
 
-    in_world(tmp_path, work, gateways=2)
 
-
-def test_the_gateway_that_keeps_files_may_die(tmp_path: Path) -> None:
-    async def work(world: World) -> None:
+async def test_the_gateway_that_keeps_files_may_die(tmp_path: Path) -> None:
+    async with in_world(tmp_path, gateways=2) as world:
         one, other = world.gateways
         await one.init()
         done = await one.push()
@@ -797,28 +739,24 @@ def test_the_gateway_that_keeps_files_may_die(tmp_path: Path) -> None:
         for task in one.upkeep._keeping.values():
             task.cancel()
 
-    in_world(tmp_path, work, gateways=2)
 
-
-def test_a_leave_goes_to_every_member_of_a_group_that_ends(tmp_path: Path) -> None:
-    async def work(world: World) -> None:
+async def test_a_leave_goes_to_every_member_of_a_group_that_ends(tmp_path: Path) -> None:
+    async with in_world(tmp_path) as world:
         [gateway] = world.gateways
         await gateway.init()
         await gateway.door.shutdown(gateway.deployment)
         left = [[o for o in one.orders if isinstance(o, LeaveGroup)] for one in world.replicas.values()]
         assert [len(orders) for orders in left] == [1, 1, 1]
 
-    in_world(tmp_path, work)
-
 
 @pytest.mark.parametrize("kind", [Drop, LeaveGroup])
-def test_a_replica_that_stands_still_does_not_hold_up_the_call_that_ends_its_group(
+async def test_a_replica_that_stands_still_does_not_hold_up_the_call_that_ends_its_group(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type
 ) -> None:
     """In the simulation a call took 20 s more than its deadline: two orders waited for a replica that was stopped."""
     monkeypatch.setattr(push_orders, "SAY_S", 0.2)
 
-    async def work(world: World) -> None:
+    async with in_world(tmp_path) as world:
         [gateway] = world.gateways
         still = world.replicas["replica-1"]
         still.faults = {Receive: "stall", kind: "hang"}
@@ -833,13 +771,11 @@ def test_a_replica_that_stands_still_does_not_hold_up_the_call_that_ends_its_gro
         while world.groups:  # noqa: ASYNC110
             await asyncio.sleep(0)
 
-    in_world(tmp_path, work)
 
-
-def test_a_synchronous_deployment_takes_no_weights_in_place(tmp_path: Path) -> None:
+async def test_a_synchronous_deployment_takes_no_weights_in_place(tmp_path: Path) -> None:
     """In the simulation its streams stood still for the update, and its switch waited for them."""
 
-    async def work(world: World) -> None:
+    async with in_world(tmp_path) as world:
         [gateway] = world.gateways
         await gateway.ledger.ensure_deployment(DEPLOYMENT, MODEL, "file:///bucket", "SYNC", 3)
         asked = InitInfo(backend="nccl", fields={"world_size": 4})
@@ -847,10 +783,8 @@ def test_a_synchronous_deployment_takes_no_weights_in_place(tmp_path: Path) -> N
             await gateway.door.init(gateway.deployment, asked)
         assert await world.group() is None
 
-    in_world(tmp_path, work)
 
-
-def test_a_group_that_its_trainer_ends_is_no_warning(
+async def test_a_group_that_its_trainer_ends_is_no_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def work(world: World) -> None:
@@ -867,11 +801,12 @@ def test_a_group_that_its_trainer_ends_is_no_warning(
         assert caplog.records[-1].levelname == "WARNING"
 
     with caplog.at_level(logging.INFO, "midstream.fleet"):
-        in_world(tmp_path, work)
+        async with in_world(tmp_path) as world:
+            await work(world)
 
 
-def test_a_shutdown_ends_a_group_that_another_call_moves_meanwhile(tmp_path: Path) -> None:
-    async def work(world: World) -> None:
+async def test_a_shutdown_ends_a_group_that_another_call_moves_meanwhile(tmp_path: Path) -> None:
+    async with in_world(tmp_path, gateways=2) as world:
         one, other = world.gateways
         await one.init()
         read, moved = one.ledger.transfer, False
@@ -888,11 +823,9 @@ def test_a_shutdown_ends_a_group_that_another_call_moves_meanwhile(tmp_path: Pat
         assert await one.door.shutdown(one.deployment)
         assert (await world.group(), world.groups) == (None, set())
 
-    in_world(tmp_path, work, gateways=2)
 
-
-def test_a_finish_whose_answer_was_lost_may_be_repeated(tmp_path: Path) -> None:
-    async def work(world: World) -> None:
+async def test_a_finish_whose_answer_was_lost_may_be_repeated(tmp_path: Path) -> None:
+    async with in_world(tmp_path, gateways=2) as world:
         one, other = world.gateways
         await one.init()
         done = await one.push()
@@ -911,5 +844,3 @@ def test_a_finish_whose_answer_was_lost_may_be_repeated(tmp_path: Path) -> None:
         await one.update()
         world.version = "v3"
         assert (await other.finish("v3")).desired.snapshot == "v3"
-
-    in_world(tmp_path, work, gateways=2)

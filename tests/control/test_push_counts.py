@@ -24,8 +24,8 @@ def counts(world: World) -> PushCounts:
     return found
 
 
-def test_committed_updates_are_counted_with_their_bytes_and_their_time(tmp_path: Path) -> None:
-    async def work(world: World) -> None:
+async def test_committed_updates_are_counted_with_their_bytes_and_their_time(tmp_path: Path) -> None:
+    async with in_world(tmp_path) as world:
         [gateway] = world.gateways
         await gateway.whole()
         world.version = "v2"
@@ -36,11 +36,11 @@ def test_committed_updates_are_counted_with_their_bytes_and_their_time(tmp_path:
         timed = {phase: sum(histogram.counts) for phase, histogram in found.seconds.items()}
         assert timed == {"joining": 1, "starting": 2, "receiving": 2, "finishing": 2}
 
-    in_world(tmp_path, work)
 
-
-def test_an_update_that_is_refused_at_its_end_is_dropped_and_its_call_is_not_timed(tmp_path: Path) -> None:
-    async def work(world: World) -> None:
+async def test_an_update_that_is_refused_at_its_end_is_dropped_and_its_call_is_not_timed(
+    tmp_path: Path,
+) -> None:
+    async with in_world(tmp_path) as world:
         [gateway] = world.gateways
         gateway.fails_sign = Conflict("the deployment is being deleted")
         with pytest.raises(Conflict):
@@ -48,12 +48,10 @@ def test_an_update_that_is_refused_at_its_end_is_dropped_and_its_call_is_not_tim
         assert (counts(world).updates, counts(world).groups_ended) == ({"dropped": 1}, {})
         assert "finishing" not in gateway.door.counts.seconds
 
-    in_world(tmp_path, work)
-
 
 @pytest.mark.parametrize("named", [True, False], ids=["named later", "started again"])
-def test_an_update_whose_name_was_refused_is_counted_once(tmp_path: Path, named: bool) -> None:
-    async def work(world: World) -> None:
+async def test_an_update_whose_name_was_refused_is_counted_once(tmp_path: Path, named: bool) -> None:
+    async with in_world(tmp_path) as world:
         [gateway] = world.gateways
         gateway.fails_sign = SnapshotRefused("weight_version: v1 means other files", param="weight_version")
         with pytest.raises(SnapshotRefused):
@@ -64,38 +62,32 @@ def test_an_update_whose_name_was_refused_is_counted_once(tmp_path: Path, named:
         assert found.received_bytes == dict.fromkeys(world.replicas, 28 if named else 56)
         assert found.updates == ({"committed": 1} if named else {"committed": 1, "dropped": 1})
 
-    in_world(tmp_path, work)
-
 
 @pytest.mark.parametrize(
     ("order", "fault", "reason"),
     [(Check, "refuse", "refused"), (Receive, "die", "failed"), (Begin, "die", "failed")],
 )
-def test_a_group_that_ends_takes_its_update_with_it(
+async def test_a_group_that_ends_takes_its_update_with_it(
     tmp_path: Path, order: type, fault: str, reason: str
 ) -> None:
-    async def work(world: World) -> None:
+    async with in_world(tmp_path) as world:
         [gateway] = world.gateways
         world.replicas["replica-0"].faults[order] = fault
         with pytest.raises((InvalidRequest, ReplicaUnavailable)):
             await gateway.whole()
         assert (counts(world).updates, counts(world).groups_ended) == ({"ended": 1}, {reason: 1})
 
-    in_world(tmp_path, work)
 
-
-def test_a_commit_without_some_replicas_ends_its_group_and_is_no_failure(tmp_path: Path) -> None:
-    async def work(world: World) -> None:
+async def test_a_commit_without_some_replicas_ends_its_group_and_is_no_failure(tmp_path: Path) -> None:
+    async with in_world(tmp_path, msgspec.structs.replace(SETTINGS, quorum=0.6)) as world:
         [gateway] = world.gateways
         world.replicas["replica-0"].faults[Finish] = "die"
         await gateway.whole()
         assert (counts(world).updates, counts(world).groups_ended) == ({"fenced": 1}, {"fenced": 1})
 
-    in_world(tmp_path, work, msgspec.structs.replace(SETTINGS, quorum=0.6))
 
-
-def test_what_a_trainer_ends_and_what_ends_it_are_told_apart(tmp_path: Path) -> None:
-    async def work(world: World) -> None:
+async def test_what_a_trainer_ends_and_what_ends_it_are_told_apart(tmp_path: Path) -> None:
+    async with in_world(tmp_path) as world:
         [gateway] = world.gateways
         await gateway.init()
         await gateway.init()
@@ -109,13 +101,11 @@ def test_what_a_trainer_ends_and_what_ends_it_are_told_apart(tmp_path: Path) -> 
         assert found.groups_ended == {"replaced": 1, "shutdown": 1, "members": 1}
         assert found.updates == {}, "none was started"
 
-    in_world(tmp_path, work)
 
-
-def test_a_group_past_its_deadline_is_counted_by_one_gateway_and_every_gateway_sees_open_ones(
+async def test_a_group_past_its_deadline_is_counted_by_one_gateway_and_every_gateway_sees_open_ones(
     tmp_path: Path,
 ) -> None:
-    async def work(world: World) -> None:
+    async with in_world(tmp_path, gateways=2) as world:
         one, other = world.gateways
         await one.init()
         await one.start()
@@ -128,12 +118,10 @@ def test_a_group_past_its_deadline_is_counted_by_one_gateway_and_every_gateway_s
         assert (counts(world).updates, counts(world).groups_ended) == ({"ended": 1}, {"deadline": 1})
         assert other.door.counts.open == {}
 
-    in_world(tmp_path, work, gateways=2)
-
 
 @pytest.mark.parametrize("fault", ["", "refuse"])
-def test_a_snapshot_waits_until_it_is_in_the_bucket(tmp_path: Path, fault: str) -> None:
-    async def work(world: World) -> None:
+async def test_a_snapshot_waits_until_it_is_in_the_bucket(tmp_path: Path, fault: str) -> None:
+    async with in_world(tmp_path) as world:
         [gateway] = world.gateways
         done = await gateway.whole()
         for age_s in (0.0, 10.0):
@@ -151,5 +139,3 @@ def test_a_snapshot_waits_until_it_is_in_the_bucket(tmp_path: Path, fault: str) 
         # What is desired is not given up: it waits until the bucket takes it.
         assert gateway.door.counts.waiting_s == ({DEPLOYMENT: 200.0} if fault else {})
         assert gateway.door.counts.keeps == ({} if fault else {"kept": 1})
-
-    in_world(tmp_path, work)

@@ -49,8 +49,8 @@ def written(world: World) -> list[list[str]]:
     return [one.bucket for one in world.replicas.values()]
 
 
-def test_a_long_run_never_reaches_the_bound(tmp_path: Path) -> None:
-    async def work(world: World) -> None:
+async def test_a_long_run_never_reaches_the_bound(tmp_path: Path) -> None:
+    async with in_world(tmp_path) as world:
         for number in range(60):
             desired = await step(world, number)
             assert desired.snapshot == str(number)
@@ -74,13 +74,11 @@ def test_a_long_run_never_reaches_the_bound(tmp_path: Path) -> None:
         assert state.desired.files[0].content == content("a")
         assert state.rebase_problem == ""
 
-    in_world(tmp_path, work)
 
-
-def test_whole_files_are_needed_as_long_as_a_replica_may_fall_back_to_what_begins_there(
+async def test_whole_files_are_needed_as_long_as_a_replica_may_fall_back_to_what_begins_there(
     tmp_path: Path,
 ) -> None:
-    async def work(world: World) -> None:
+    async with in_world(tmp_path) as world:
         [gateway] = world.gateways
 
         async def needed() -> list[str]:
@@ -102,11 +100,9 @@ def test_whole_files_are_needed_as_long_as_a_replica_may_fall_back_to_what_begin
         await gateway.ledger.reset_ledger(DEPLOYMENT)
         assert await needed() == []
 
-    in_world(tmp_path, work)
 
-
-def test_the_identity_stays_what_it_is_and_loads_from_its_whole_files(tmp_path: Path) -> None:
-    async def work(world: World) -> None:
+async def test_the_identity_stays_what_it_is_and_loads_from_its_whole_files(tmp_path: Path) -> None:
+    async with in_world(tmp_path) as world:
         [gateway] = world.gateways
         for number in range(5):
             desired = await step(world, number)
@@ -123,11 +119,9 @@ def test_the_identity_stays_what_it_is_and_loads_from_its_whole_files(tmp_path: 
         back = await step(world, 2)
         assert links(back) == ["0", "1", "2"]
 
-    in_world(tmp_path, work)
 
-
-def test_signals_that_come_meanwhile_lose_nothing(tmp_path: Path) -> None:
-    async def work(world: World) -> None:
+async def test_signals_that_come_meanwhile_lose_nothing(tmp_path: Path) -> None:
+    async with in_world(tmp_path) as world:
         [gateway] = world.gateways
         for number in range(5):
             await step(world, number)
@@ -145,23 +139,21 @@ def test_signals_that_come_meanwhile_lose_nothing(tmp_path: Path) -> None:
         assert links(state.desired) == ["4.full", "5"]
         assert links(await step(world, 6)) == ["4.full", "5", "6"]
 
-    in_world(tmp_path, work)
-
 
 @pytest.mark.parametrize("order", [Digest, Keep])
-def test_a_replica_that_dies_amid_the_rebase_is_followed_by_another(tmp_path: Path, order: type) -> None:
-    async def work(world: World) -> None:
+async def test_a_replica_that_dies_amid_the_rebase_is_followed_by_another(
+    tmp_path: Path, order: type
+) -> None:
+    async with in_world(tmp_path) as world:
         for number in range(5):
             await step(world, number)
         world.replicas["replica-0"].faults[order] = "die"
         await looked(world)
         assert written(world) == [[], ["4.full"], []]
 
-    in_world(tmp_path, work)
 
-
-def test_a_gateway_that_dies_amid_the_rebase_is_followed_by_another(tmp_path: Path) -> None:
-    async def work(world: World) -> None:
+async def test_a_gateway_that_dies_amid_the_rebase_is_followed_by_another(tmp_path: Path) -> None:
+    async with in_world(tmp_path, gateways=2) as world:
         one, other = world.gateways
         for number in range(5):
             await step(world, number)
@@ -180,10 +172,8 @@ def test_a_gateway_that_dies_amid_the_rebase_is_followed_by_another(tmp_path: Pa
         await other.upkeep.kept()
         assert written(world) == [["4.full"], [], []]
 
-    in_world(tmp_path, work, gateways=2)
 
-
-def test_a_bucket_that_refuses_is_said_once_and_the_bound_waits(
+async def test_a_bucket_that_refuses_is_said_once_and_the_bound_waits(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING)
@@ -193,7 +183,7 @@ def test_a_bucket_that_refuses_is_said_once_and_the_bound_waits(
             one.faults[Keep] = "refuse"
         await looked(world)
 
-    async def work(world: World) -> None:
+    async with in_world(tmp_path) as world:
         [gateway] = world.gateways
         for number in range(CHAIN_MAX + 1):
             await step(world, number)
@@ -212,13 +202,11 @@ def test_a_bucket_that_refuses_is_said_once_and_the_bound_waits(
         assert len(links(await step(world, CHAIN_MAX + 1))) <= CHAIN_MAX + 1
         assert (await gateway.ledger.state(DEPLOYMENT)).rebase_problem == ""
 
-    in_world(tmp_path, work)
 
-
-def test_a_run_that_reached_the_bound_while_one_was_given_up_goes_on(tmp_path: Path) -> None:
+async def test_a_run_that_reached_the_bound_while_one_was_given_up_goes_on(tmp_path: Path) -> None:
     """No signal is taken any more, so those that are refused have full files wanted."""
 
-    async def work(world: World) -> None:
+    async with in_world(tmp_path) as world:
         [gateway] = world.gateways
         for number in range(CHAIN_MAX + 1):
             await step(world, number)
@@ -237,11 +225,9 @@ def test_a_run_that_reached_the_bound_while_one_was_given_up_goes_on(tmp_path: P
         assert links(await step(world, CHAIN_MAX + 1)) == ["8.full", "9"]
         assert (await gateway.ledger.state(DEPLOYMENT)).rebase_problem == ""
 
-    in_world(tmp_path, work)
 
-
-def test_the_bound_refuses_for_good_where_no_whole_files_can_come(tmp_path: Path) -> None:
-    async def work(world: World) -> None:
+async def test_the_bound_refuses_for_good_where_no_whole_files_can_come(tmp_path: Path) -> None:
+    async with in_world(tmp_path) as world:
         [gateway] = world.gateways
         for number in range(CHAIN_MAX + 1):
             await step(world, number)
@@ -283,11 +269,9 @@ def test_the_bound_refuses_for_good_where_no_whole_files_can_come(tmp_path: Path
         with pytest.raises(SnapshotRefused, match="at most 8 are allowed; publish a full snapshot"):
             await beyond(AFTER, failed_generation=generation, serving=(("8", generation),))
 
-    in_world(tmp_path, work)
 
-
-def test_replicas_with_different_files_prevent_it(tmp_path: Path) -> None:
-    async def work(world: World) -> None:
+async def test_replicas_with_different_files_prevent_it(tmp_path: Path) -> None:
+    async with in_world(tmp_path) as world:
         [gateway] = world.gateways
         for number in range(5):
             await step(world, number)
@@ -302,11 +286,9 @@ def test_replicas_with_different_files_prevent_it(tmp_path: Path) -> None:
         assert written(world) == [["4.full"], [], []]
         assert (await gateway.ledger.state(DEPLOYMENT)).rebase_problem == ""
 
-    in_world(tmp_path, work)
 
-
-def test_where_no_files_are_those_of_most_replicas_none_are_trusted(tmp_path: Path) -> None:
-    async def work(world: World) -> None:
+async def test_where_no_files_are_those_of_most_replicas_none_are_trusted(tmp_path: Path) -> None:
+    async with in_world(tmp_path, replicas=2) as world:
         for number in range(5):
             await step(world, number)
         world.replicas["replica-1"].bytes = "b"
@@ -322,11 +304,9 @@ def test_where_no_files_are_those_of_most_replicas_none_are_trusted(tmp_path: Pa
             await looked(world)
         assert written(world) == [["6.full"], []]
 
-    in_world(tmp_path, work, replicas=2)
 
-
-def test_an_identity_that_came_to_mean_others_is_not_rebased(tmp_path: Path) -> None:
-    async def work(world: World) -> None:
+async def test_an_identity_that_came_to_mean_others_is_not_rebased(tmp_path: Path) -> None:
+    async with in_world(tmp_path) as world:
         [gateway] = world.gateways
         for number in range(5):
             await step(world, number)
@@ -338,11 +318,9 @@ def test_an_identity_that_came_to_mean_others_is_not_rebased(tmp_path: Path) -> 
         assert state.desired is not None
         assert links(state.desired) == ["0", "1", "2", "3", "4"]
 
-    in_world(tmp_path, work)
 
-
-def test_a_reset_forgets_whole_files_too(tmp_path: Path) -> None:
-    async def work(world: World) -> None:
+async def test_a_reset_forgets_whole_files_too(tmp_path: Path) -> None:
+    async with in_world(tmp_path) as world:
         [gateway] = world.gateways
         for number in range(5):
             await step(world, number)
@@ -351,13 +329,11 @@ def test_a_reset_forgets_whole_files_too(tmp_path: Path) -> None:
         assert not any(written(world))
         assert links(await step(world, 0)) == ["0"]
 
-    in_world(tmp_path, work)
 
-
-def test_one_failure_does_not_keep_a_fast_run_from_whole_files(tmp_path: Path) -> None:
+async def test_one_failure_does_not_keep_a_fast_run_from_whole_files(tmp_path: Path) -> None:
     """The next snapshot is tried as it comes: a minute later no replica has its files any more."""
 
-    async def work(world: World) -> None:
+    async with in_world(tmp_path) as world:
         for number in range(5):
             await step(world, number)
         for one in world.replicas.values():
@@ -373,13 +349,11 @@ def test_one_failure_does_not_keep_a_fast_run_from_whole_files(tmp_path: Path) -
             await looked(world, 1.0)
         assert [names[0] for names in written(world) if names] == ["6.full"]
 
-    in_world(tmp_path, work)
 
-
-def test_whole_files_of_before_a_reset_are_those_of_no_later_snapshot(tmp_path: Path) -> None:
+async def test_whole_files_of_before_a_reset_are_those_of_no_later_snapshot(tmp_path: Path) -> None:
     """The row of a rebase gets the key of one that the reset removed, and its snapshot has the same name."""
 
-    async def work(world: World) -> None:
+    async with in_world(tmp_path) as world:
         [gateway] = world.gateways
         for number in range(5):
             await step(world, number)
@@ -398,12 +372,10 @@ def test_whole_files_of_before_a_reset_are_those_of_no_later_snapshot(tmp_path: 
         assert state.desired is not None
         assert links(state.desired) == ["0", "1", "2", "3", "4"]
 
-    in_world(tmp_path, work)
-
 
 @pytest.mark.parametrize("order", [Digest, Keep])
-def test_a_deployment_that_goes_meanwhile_ends_its_rebase_alone(tmp_path: Path, order: type) -> None:
-    async def work(world: World) -> None:
+async def test_a_deployment_that_goes_meanwhile_ends_its_rebase_alone(tmp_path: Path, order: type) -> None:
+    async with in_world(tmp_path) as world:
         [gateway] = world.gateways
         for number in range(5):
             await step(world, number)
@@ -417,5 +389,3 @@ def test_a_deployment_that_goes_meanwhile_ends_its_rebase_alone(tmp_path: Path, 
         writes.goes_on.set()
         await task
         await gateway.upkeep.look_once()
-
-    in_world(tmp_path, work)

@@ -1,7 +1,8 @@
 """The Deployments API over a real ledger, with a supervisor that does as it is told."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -105,22 +106,22 @@ class Server:
         )
 
 
-def serve(path: Path, work: Callable[[Server], Awaitable[None]]) -> None:
-    async def main() -> None:
-        ledger = Ledger(sqlite_url(path / "ledger.sqlite"), now=lambda: 1000.0)
-        row = await ledger.ensure_deployment(DEFAULT, MODEL, (path / "bucket").as_uri(), "ASYNC", 2)
-        server = Server(path, ledger, row)
-        await server.desired_state.look_once()
-        await server.supervise()
-        async with server.http:
-            await work(server)
-        ledger.close()
+@asynccontextmanager
+async def serve(
+    path: Path,
+) -> AsyncIterator[Server]:
+    ledger = Ledger(sqlite_url(path / "ledger.sqlite"), now=lambda: 1000.0)
+    row = await ledger.ensure_deployment(DEFAULT, MODEL, (path / "bucket").as_uri(), "ASYNC", 2)
+    server = Server(path, ledger, row)
+    await server.desired_state.look_once()
+    await server.supervise()
+    async with server.http:
+        yield server
+    ledger.close()
 
-    asyncio.run(main())
 
-
-def test_a_deployment_is_created_served_scaled_and_deleted(tmp_path: Path) -> None:
-    async def work(server: Server) -> None:
+async def test_a_deployment_is_created_served_scaled_and_deleted(tmp_path: Path) -> None:
+    async with serve(tmp_path) as server:
         made = await server.create(
             "b", minReplicaCount=2, maxReplicaCount=4, displayName="B", acceleratorType="X"
         )
@@ -167,12 +168,12 @@ def test_a_deployment_is_created_served_scaled_and_deleted(tmp_path: Path) -> No
         assert server.names == ["replica-0", "replica-1"]
         assert (await server.create("b")).status_code == 200, "its name is free again"
 
-    serve(tmp_path, work)
-
 
 @pytest.mark.parametrize("hard", [False, True])
-def test_a_deployment_with_requests_goes_when_they_have_ended_or_at_once(tmp_path: Path, hard: bool) -> None:
-    async def work(server: Server) -> None:
+async def test_a_deployment_with_requests_goes_when_they_have_ended_or_at_once(
+    tmp_path: Path, hard: bool
+) -> None:
+    async with serve(tmp_path) as server:
         await server.create("b")
         await server.supervise()
         found = server.deployments.known(f"{A}/deployments/b")
@@ -186,10 +187,8 @@ def test_a_deployment_with_requests_goes_when_they_have_ended_or_at_once(tmp_pat
         await server.supervise()
         assert (await server.http.get(f"{COLLECTION}/b")).status_code == 404
 
-    serve(tmp_path, work)
 
-
-def test_what_cannot_be_is_refused_by_the_fields_name(tmp_path: Path) -> None:
+async def test_what_cannot_be_is_refused_by_the_fields_name(tmp_path: Path) -> None:
     cases: list[tuple[dict[str, Any], str]] = [
         ({"baseModel": "nobody"}, "baseModel"),
         ({"baseModel": None}, "baseModel"),
@@ -210,7 +209,7 @@ def test_what_cannot_be_is_refused_by_the_fields_name(tmp_path: Path) -> None:
         ({"directRouteApiKeys": ["k"]}, "directRouteApiKeys"),
     ]
 
-    async def work(server: Server) -> None:
+    async with serve(tmp_path) as server:
         for body, field in cases:
             answer = await server.create("b", **body)
             error = answer.json()["error"]
@@ -235,11 +234,9 @@ def test_what_cannot_be_is_refused_by_the_fields_name(tmp_path: Path) -> None:
         assert (await server.http.get(f"{COLLECTION}/a%00b")).status_code == 404
         assert [d.name for d in server.deployments] == [DEFAULT]
 
-    serve(tmp_path, work)
 
-
-def test_a_deployment_says_what_becomes_of_unknown_fields(tmp_path: Path) -> None:
-    async def work(server: Server) -> None:
+async def test_a_deployment_says_what_becomes_of_unknown_fields(tmp_path: Path) -> None:
+    async with serve(tmp_path) as server:
         answer = await server.create("b", unknownFields="IGNORE")
         assert (answer.status_code, answer.json()["unknownFields"]) == (200, "IGNORE")
         assert server.deployments.get(answer.json()["name"]).ignores_fields is True
@@ -249,10 +246,8 @@ def test_a_deployment_says_what_becomes_of_unknown_fields(tmp_path: Path) -> Non
             assert said.status_code == 200
             assert server.deployments.get(answer.json()["name"]).ignores_fields is expected
 
-    serve(tmp_path, work)
 
-
-def test_what_the_real_client_sends_is_taken_and_given_back(tmp_path: Path) -> None:
+async def test_what_the_real_client_sends_is_taken_and_given_back(tmp_path: Path) -> None:
     given = {
         "baseModel": OTHER,
         "description": "Fireworks training deployment",
@@ -270,7 +265,7 @@ def test_what_the_real_client_sends_is_taken_and_given_back(tmp_path: Path) -> N
         "hotLoadTransitionType": "HOT_LOAD_TRANSITION_TYPE_UNSPECIFIED",
     }
 
-    async def work(server: Server) -> None:
+    async with serve(tmp_path) as server:
         dry = await server.http.post(
             COLLECTION, params={"deploymentId": "b", "validateOnly": "true"}, json=given
         )
@@ -291,14 +286,12 @@ def test_what_the_real_client_sends_is_taken_and_given_back(tmp_path: Path) -> N
         unnamed = await server.http.post(COLLECTION, json={"baseModel": "other"})
         assert unnamed.json()["name"].startswith(f"{A}/deployments/d-")
 
-    serve(tmp_path, work)
-
 
 @pytest.mark.parametrize(
     "mask", ["hot_load_transition_type,hot_load_trainer_job", "hotLoadTransitionType,hotLoadTrainerJob"]
 )
-def test_a_patch_changes_the_masked_fields_alone(tmp_path: Path, mask: str) -> None:
-    async def work(server: Server) -> None:
+async def test_a_patch_changes_the_masked_fields_alone(tmp_path: Path, mask: str) -> None:
+    async with serve(tmp_path) as server:
         await server.create("b", description="kept", hotLoadTrainerJob="t1", minReplicaCount=1)
         await server.supervise()
         before = await server.got("b")
@@ -319,11 +312,10 @@ def test_a_patch_changes_the_masked_fields_alone(tmp_path: Path, mask: str) -> N
         assert (await server.patch("b", baseModel=OTHER, description="d")).json()["description"] == "d"
         assert (await server.patch("nobody", description="d")).status_code == 404
 
-    serve(tmp_path, work)
 
+async def test_replica_counts_follow_each_other_and_none_means_none(tmp_path: Path) -> None:
+    async with serve(tmp_path) as server:
 
-def test_replica_counts_follow_each_other_and_none_means_none(tmp_path: Path) -> None:
-    async def work(server: Server) -> None:
         async def counts(**body: Any) -> tuple[int, int, int]:
             got = (await server.patch("default", **body)).json()
             return got["minReplicaCount"], got["maxReplicaCount"], got["desiredReplicaCount"]
@@ -340,11 +332,9 @@ def test_replica_counts_follow_each_other_and_none_means_none(tmp_path: Path) ->
         bad = await server.http.patch(f"{COLLECTION}/default:scale", json={"replicas": 2})
         assert (bad.status_code, bad.json()["error"]["param"]) == (400, "replicaCount")
 
-    serve(tmp_path, work)
 
-
-def test_a_list_comes_in_pages(tmp_path: Path) -> None:
-    async def work(server: Server) -> None:
+async def test_a_list_comes_in_pages(tmp_path: Path) -> None:
+    async with serve(tmp_path) as server:
         for name in ("c", "a", "b"):
             await server.create(name)
         names, token, pages = [], "", 0
@@ -359,11 +349,9 @@ def test_a_list_comes_in_pages(tmp_path: Path) -> None:
         assert (names, pages) == (["a", "b", "c", "default"], 2)
         assert (await server.http.get(COLLECTION, params={"pageSize": "x"})).status_code == 400
 
-    serve(tmp_path, work)
 
-
-def test_a_replica_that_cannot_be_started_fails_its_own_deployment_alone(tmp_path: Path) -> None:
-    async def work(server: Server) -> None:
+async def test_a_replica_that_cannot_be_started_fails_its_own_deployment_alone(tmp_path: Path) -> None:
+    async with serve(tmp_path) as server:
         server.failing["b-replica-0"] = "b-replica-0: model.safetensors is truncated"
         await server.create("b")
         await server.supervise()
@@ -380,11 +368,11 @@ def test_a_replica_that_cannot_be_started_fails_its_own_deployment_alone(tmp_pat
         await server.supervise()
         assert (await server.got("b"))["state"] == "READY"
 
-    serve(tmp_path, work)
 
-
-def test_a_replica_that_was_there_and_cannot_be_started_again_says_why_everywhere(tmp_path: Path) -> None:
-    async def work(server: Server) -> None:
+async def test_a_replica_that_was_there_and_cannot_be_started_again_says_why_everywhere(
+    tmp_path: Path,
+) -> None:
+    async with serve(tmp_path) as server:
         await server.create("b")
         await server.supervise()
         (view,) = next(d for d in server.deployments if d.name.endswith("/b")).replicas.views
@@ -416,21 +404,17 @@ def test_a_replica_that_was_there_and_cannot_be_started_again_says_why_everywher
         view.admitted = True
         assert (await server.got("b"))["state"] == "READY"
 
-    serve(tmp_path, work)
 
-
-def test_the_deployment_of_the_command_line_cannot_be_deleted(tmp_path: Path) -> None:
-    async def work(server: Server) -> None:
+async def test_the_deployment_of_the_command_line_cannot_be_deleted(tmp_path: Path) -> None:
+    async with serve(tmp_path) as server:
         answer = await server.http.delete(f"{COLLECTION}/default")
         assert (answer.status_code, "scale it to 0" in answer.text) == (400, True)
         assert (await server.http.delete(f"{COLLECTION}/nobody")).status_code == 404
         assert (await server.http.post(f"{COLLECTION}/default:undelete")).status_code == 400
 
-    serve(tmp_path, work)
 
-
-def test_each_deployment_has_its_own_snapshots_and_one_may_refuse_them(tmp_path: Path) -> None:
-    async def work(server: Server) -> None:
+async def test_each_deployment_has_its_own_snapshots_and_one_may_refuse_them(tmp_path: Path) -> None:
+    async with serve(tmp_path) as server:
         await server.create("b")
         await server.create("c", enableHotLoad=False)
         for name in ("", "b/", "c/"):
@@ -453,18 +437,14 @@ def test_each_deployment_has_its_own_snapshots_and_one_may_refuse_them(tmp_path:
         assert desired is not None
         assert desired.url == f"{server.bucket.as_uri()}/step-1"
 
-    serve(tmp_path, work)
 
-
-def test_models_that_can_be_deployed_are_listed(tmp_path: Path) -> None:
-    async def work(server: Server) -> None:
+async def test_models_that_can_be_deployed_are_listed(tmp_path: Path) -> None:
+    async with serve(tmp_path) as server:
         await server.create("b")
         listed = (await server.http.get(f"/v1/{A}/models")).json()["models"]
         assert [model["name"] for model in listed] == [OTHER, MODEL]
         assert (await server.http.get(f"/v1/{OTHER}")).json() == listed[0]
         assert (await server.http.get(f"/v1/{A}/models/nobody")).status_code == 404
-
-    serve(tmp_path, work)
 
 
 @pytest.mark.parametrize(
@@ -486,8 +466,10 @@ def test_a_place_lies_in_a_bucket_or_not(url: str, bucket: str, inside: bool) ->
     assert lies_in(url, bucket) is inside
 
 
-def test_a_name_that_is_taken_is_refused_by_its_parameter_and_leaves_no_directory(tmp_path: Path) -> None:
-    async def work(server: Server) -> None:
+async def test_a_name_that_is_taken_is_refused_by_its_parameter_and_leaves_no_directory(
+    tmp_path: Path,
+) -> None:
+    async with serve(tmp_path) as server:
         for name in ("b", "default"):
             await server.create("b")
             place = f"{server.bucket.as_uri()}/new"
@@ -495,11 +477,9 @@ def test_a_name_that_is_taken_is_refused_by_its_parameter_and_leaves_no_director
             assert (answer.status_code, answer.json()["error"]["param"]) == (409, "deploymentId")
             assert not (server.bucket / "new").exists()
 
-    serve(tmp_path, work)
 
-
-def test_a_field_that_a_later_version_stored_hides_no_deployment(tmp_path: Path) -> None:
-    async def work(server: Server) -> None:
+async def test_a_field_that_a_later_version_stored_hides_no_deployment(tmp_path: Path) -> None:
+    async with serve(tmp_path) as server:
         await server.ledger.update_deployment(DEFAULT, fields={"ofALaterVersion": 1, "region": "here"})
         got = await server.got("default")
         assert got["region"] == "here"
@@ -507,12 +487,10 @@ def test_a_field_that_a_later_version_stored_hides_no_deployment(tmp_path: Path)
         listed = (await server.http.get(COLLECTION)).json()["deployments"]
         assert [one["name"] for one in listed] == [DEFAULT]
 
-    serve(tmp_path, work)
-
 
 @pytest.mark.parametrize("turned", [False, True])
-def test_two_calls_that_scale_at_once_count_both(tmp_path: Path, turned: bool) -> None:
-    async def work(server: Server) -> None:
+async def test_two_calls_that_scale_at_once_count_both(tmp_path: Path, turned: bool) -> None:
+    async with serve(tmp_path) as server:
         assert (await server.create("wide", minReplicaCount=1)).status_code == 200
         calls = [
             server.http.patch(f"{COLLECTION}/wide:scale", json={"replicaCount": 2}),
@@ -522,5 +500,3 @@ def test_two_calls_that_scale_at_once_count_both(tmp_path: Path, turned: bool) -
         assert [answer.status_code for answer in answers] == [200, 200]
         shown = await server.got("wide")
         assert (shown["minReplicaCount"], shown["maxReplicaCount"]) == (2, 5)
-
-    serve(tmp_path, work)

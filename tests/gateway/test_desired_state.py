@@ -1,7 +1,7 @@
 """Who should run: the ledger's deployments against the replicas that the supervisor has."""
 
-import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import NoReturn
 
@@ -57,28 +57,24 @@ class Stage:
         return [replica.name for replica in self.heard[-1].replicas]
 
 
-def stage(path: Path, work: Callable[[Stage], Awaitable[None]], replicas: int = 2) -> None:
-    async def main() -> None:
-        ledger = Ledger(sqlite_url(path / "ledger.sqlite"))
-        row = await ledger.ensure_deployment(DEFAULT, f"{A}/models/m", "file:///bucket", "ASYNC", replicas)
-        await work(Stage(ledger, row))
-        ledger.close()
-
-    asyncio.run(main())
+@asynccontextmanager
+async def stage(path: Path, replicas: int = 2) -> AsyncIterator[Stage]:
+    ledger = Ledger(sqlite_url(path / "ledger.sqlite"))
+    row = await ledger.ensure_deployment(DEFAULT, f"{A}/models/m", "file:///bucket", "ASYNC", replicas)
+    yield Stage(ledger, row)
+    ledger.close()
 
 
-def test_the_supervisor_is_told_once_and_again_only_when_something_changed(tmp_path: Path) -> None:
-    async def work(s: Stage) -> None:
+async def test_the_supervisor_is_told_once_and_again_only_when_something_changed(tmp_path: Path) -> None:
+    async with stage(tmp_path) as s:
         await s.desired_state.look_once()
         assert await s.run("replica-0", "replica-1") == ["replica-0", "replica-1"]
         assert len(s.heard) == 1
         assert [view.name for view in s.deployments.default.replicas.views] == ["replica-0", "replica-1"]
 
-    stage(tmp_path, work)
 
-
-def test_who_leaves_is_wanted_until_its_requests_have_ended(tmp_path: Path) -> None:
-    async def work(s: Stage) -> None:
+async def test_who_leaves_is_wanted_until_its_requests_have_ended(tmp_path: Path) -> None:
+    async with stage(tmp_path) as s:
         both = ("replica-0", "replica-1")
         await s.run(*both)
         leaver = s.deployments.default.replicas.views[1]
@@ -91,11 +87,9 @@ def test_who_leaves_is_wanted_until_its_requests_have_ended(tmp_path: Path) -> N
         await s.run("replica-0")
         assert (leaver.replica.standing, s.deployments.default.replicas.leaving) == ("gone", ())
 
-    stage(tmp_path, work)
 
-
-def test_requests_that_never_end_hold_a_leaver_for_so_long_only(tmp_path: Path) -> None:
-    async def work(s: Stage) -> None:
+async def test_requests_that_never_end_hold_a_leaver_for_so_long_only(tmp_path: Path) -> None:
+    async with stage(tmp_path) as s:
         both = ("replica-0", "replica-1")
         await s.run(*both)
         s.deployments.default.replicas.views[1].replica.in_flight = 1
@@ -106,11 +100,9 @@ def test_requests_that_never_end_hold_a_leaver_for_so_long_only(tmp_path: Path) 
         s.now += 2
         assert await s.run(*both) == ["replica-0"]
 
-    stage(tmp_path, work)
 
-
-def test_one_that_is_wanted_again_while_it_leaves_stays(tmp_path: Path) -> None:
-    async def work(s: Stage) -> None:
+async def test_one_that_is_wanted_again_while_it_leaves_stays(tmp_path: Path) -> None:
+    async with stage(tmp_path) as s:
         both = ("replica-0", "replica-1")
         await s.run(*both)
         view = s.deployments.default.replicas.views[1]
@@ -125,11 +117,9 @@ def test_one_that_is_wanted_again_while_it_leaves_stays(tmp_path: Path) -> None:
         await s.ledger.update_deployment(DEFAULT, replicas_min=1, replicas_max=1)
         assert await s.run(*both) == [*both], "its time begins anew"
 
-    stage(tmp_path, work)
 
-
-def test_a_deployment_is_gone_when_its_last_process_is(tmp_path: Path) -> None:
-    async def work(s: Stage) -> None:
+async def test_a_deployment_is_gone_when_its_last_process_is(tmp_path: Path) -> None:
+    async with stage(tmp_path) as s:
         await s.ledger.create_deployment(
             NewDeployment(B, model=f"{A}/models/m", bucket_url="file:///bucket/b")
         )
@@ -142,10 +132,8 @@ def test_a_deployment_is_gone_when_its_last_process_is(tmp_path: Path) -> None:
         assert [row.name for row in await s.ledger.deployments()] == [DEFAULT]
         assert [d.name for d in s.deployments] == [DEFAULT]
 
-    stage(tmp_path, work)
 
-
-def test_a_gateway_that_starts_again_takes_over_what_runs_and_what_was_going_on(tmp_path: Path) -> None:
+async def test_a_gateway_that_starts_again_takes_over_what_runs_and_what_was_going_on(tmp_path: Path) -> None:
     async def before(s: Stage) -> None:
         await s.ledger.create_deployment(
             NewDeployment(B, model=f"{A}/models/m", bucket_url="file:///bucket/b", replicas_min=2)
@@ -166,31 +154,30 @@ def test_a_gateway_that_starts_again_takes_over_what_runs_and_what_was_going_on(
         assert [v.name for v in s.deployments.default.replicas.leaving] == ["replica-1"]
         assert [row.name for row in await s.ledger.deployments()] == [B, DEFAULT]
 
-    stage(tmp_path, before)
-    stage(tmp_path, after)
+    async with stage(tmp_path) as s:
+        await before(s)
+    async with stage(tmp_path) as s:
+        await after(s)
 
 
-def test_how_many_replicas_a_row_asks_for(tmp_path: Path) -> None:
-    async def work(s: Stage) -> None:
+async def test_how_many_replicas_a_row_asks_for(tmp_path: Path) -> None:
+    async with stage(tmp_path) as s:
         for least, most, count in ((0, 0, 0), (0, 1, 1), (0, 5, 1), (2, 5, 2), (3, 3, 3)):
             row = await s.ledger.update_deployment(DEFAULT, replicas_min=least, replicas_max=most)
             assert replica_count(row) == count
         assert replica_count(await s.ledger.update_deployment(DEFAULT, deleting=True)) == 0
 
-    stage(tmp_path, work)
 
-
-def two(path: Path, work: Callable[[Stage, Stage], Awaitable[None]]) -> None:
+@asynccontextmanager
+async def two(path: Path) -> AsyncIterator[tuple[Stage, Stage]]:
     """Two gateways on one ledger."""
-
-    async def with_another(here: Stage) -> None:
-        await work(here, Stage(here.ledger, await here.ledger.deployment(DEFAULT)))
-
-    stage(path, with_another)
+    async with stage(path) as here:
+        yield here, Stage(here.ledger, await here.ledger.deployment(DEFAULT))
 
 
-def test_a_deployment_made_anew_under_its_name_is_another_one_for_every_gateway(tmp_path: Path) -> None:
-    async def work(one: Stage, other: Stage) -> None:
+async def test_a_deployment_made_anew_under_its_name_is_another_one_for_every_gateway(tmp_path: Path) -> None:
+    async with two(tmp_path) as (one, other):
+
         async def create(model: str) -> None:
             bucket = "file:///bucket/b"
             options = {"replicas_min": 0, "replicas_max": 0}
@@ -217,11 +204,9 @@ def test_a_deployment_made_anew_under_its_name_is_another_one_for_every_gateway(
             assert found.model == f"{A}/models/n"
             assert [r.model for r in gateway.heard[-1].replicas if r.deployment == B] == [f"{A}/models/n"]
 
-    two(tmp_path, work)
 
-
-def test_a_deployment_deleted_without_waiting_is_not_waited_for_by_any_gateway(tmp_path: Path) -> None:
-    async def work(one: Stage, other: Stage) -> None:
+async def test_a_deployment_deleted_without_waiting_is_not_waited_for_by_any_gateway(tmp_path: Path) -> None:
+    async with two(tmp_path) as (one, other):
         await one.ledger.create_deployment(
             NewDeployment(B, model=f"{A}/models/m", bucket_url="file:///bucket/b")
         )
@@ -236,11 +221,9 @@ def test_a_deployment_deleted_without_waiting_is_not_waited_for_by_any_gateway(t
         for gateway in (one, other):
             assert "b-replica-0" not in await gateway.run("b-replica-0", deployment=B)
 
-    two(tmp_path, work)
 
-
-def test_what_metrics_show_was_reported_before_so_it_outlives_the_process(tmp_path: Path) -> None:
-    async def work(s: Stage) -> None:
+async def test_what_metrics_show_was_reported_before_so_it_outlives_the_process(tmp_path: Path) -> None:
+    async with stage(tmp_path) as s:
         metrics = GatewayMetrics(s.deployments)
         s.desired_state.report = lambda: GatewayReport(
             boot="b", listening=True, ready=True, changes=0, tally=metrics.tally()
@@ -254,10 +237,8 @@ def test_what_metrics_show_was_reported_before_so_it_outlives_the_process(tmp_pa
         assert last.report.tally.requests == [("completions", 200, 3)]
         assert [replica.name for replica in last.replicas] == ["replica-0", "replica-1"]
 
-    stage(tmp_path, work)
 
-
-def test_what_the_ledger_was_not_asked_for_yet_is_not_said_to_be_missing(
+async def test_what_the_ledger_was_not_asked_for_yet_is_not_said_to_be_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     policy = f"{DEFAULT}/policies/red"
@@ -294,16 +275,18 @@ def test_what_the_ledger_was_not_asked_for_yet_is_not_said_to_be_missing(
         with pytest.raises(NotFound):
             s.deployments.find("nothing", param="model")
 
-    stage(tmp_path, before)
-    stage(tmp_path, after)
+    async with stage(tmp_path) as s:
+        await before(s)
+    async with stage(tmp_path) as s:
+        await after(s)
 
 
-def test_the_log_names_the_replica_that_the_end_of_a_policy_waits_for_once(
+async def test_the_log_names_the_replica_that_the_end_of_a_policy_waits_for_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     policy, both = f"{DEFAULT}/policies/red", ("replica-0", "replica-1")
 
-    async def work(s: Stage) -> None:
+    async with stage(tmp_path) as s:
         s.desired_state.make_policy = s.made_policy
         await s.ledger.create_deployment(NewDeployment(policy, f"{A}/models/red", "file:///bucket"))
         await s.run(*both)
@@ -318,8 +301,6 @@ def test_the_log_names_the_replica_that_the_end_of_a_policy_waits_for_once(
         second.hear(replica_report())
         await s.run(*both)
         assert s.deployments.known(policy) is None
-
-    stage(tmp_path, work)
     assert [line for line in caplog.messages if "waits for" in line] == [
         f"the end of {policy} waits for replica-0, replica-1: no report came, so it may be there",
         f"the end of {policy} waits for replica-1: no report came, so it may be there",

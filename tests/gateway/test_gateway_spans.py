@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from gateway_harness import Message, Peer, Stage, get, post, respond_ok, run, staged
+from gateway_harness import Message, Peer, Stage, get, post, respond_ok, staged
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind
@@ -61,17 +61,14 @@ async def test_a_replica_is_sent_the_span_and_not_its_clients() -> None:
 
 
 @pytest.mark.parametrize("given", ["", "traceparent: 00-0-0-01\r\n", "traceparent: \xff\r\n"])
-def test_a_request_without_a_valid_parent_begins_a_trace(given: str) -> None:
-    async def main() -> None:
-        async with staged(respond_ok) as stage:
-            exporter = traced(stage)
-            await stage.ask(post(headers=given))
-            span = await ended(exporter)
-            assert span.parent is None
-            assert span.context is not None
-            assert parent_of(stage.mocks[0].requests[0]) == (span.context.trace_id, span.context.span_id)
-
-    run(main)
+async def test_a_request_without_a_valid_parent_begins_a_trace(given: str) -> None:
+    async with staged(respond_ok) as stage:
+        exporter = traced(stage)
+        await stage.ask(post(headers=given))
+        span = await ended(exporter)
+        assert span.parent is None
+        assert span.context is not None
+        assert parent_of(stage.mocks[0].requests[0]) == (span.context.trace_id, span.context.span_id)
 
 
 async def test_both_replicas_of_a_request_that_is_sent_again_continue_one_span() -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -92,27 +93,23 @@ class Server:
         return shown
 
 
-def serve(
-    path: Path, work: Callable[[Server], Awaitable[None]], settings: dict[str, ReplicaEntry] | None = None
-) -> None:
-    async def main() -> None:
-        ledger = Ledger(sqlite_url(path / "ledger.sqlite"))
-        row = await ledger.ensure_deployment(DEFAULT, f"{A}/models/m", "file:///bucket", "ASYNC", 1)
-        server = Server(ledger, row, settings or {})
-        await server.desired_state.look_once()
-        await server.look()
-        async with server.http:
-            await work(server)
-        ledger.close()
-
-    asyncio.run(main())
+@asynccontextmanager
+async def serve(path: Path, settings: dict[str, ReplicaEntry] | None = None) -> AsyncIterator[Server]:
+    ledger = Ledger(sqlite_url(path / "ledger.sqlite"))
+    row = await ledger.ensure_deployment(DEFAULT, f"{A}/models/m", "file:///bucket", "ASYNC", 1)
+    server = Server(ledger, row, settings or {})
+    await server.desired_state.look_once()
+    await server.look()
+    async with server.http:
+        yield server
+    ledger.close()
 
 
 def names(server: Server) -> list[str]:
     return [view.name for view in server.replicas.views]
 
 
-def test_a_replica_joins_and_another_gateway_on_the_ledger_knows_it_too(tmp_path: Path) -> None:
+async def test_a_replica_joins_and_another_gateway_on_the_ledger_knows_it_too(tmp_path: Path) -> None:
     async def joins(server: Server) -> None:
         shown = await server.ask("POST", url=FAR + "/", weight=2.5)
         assert shown == {
@@ -135,8 +132,10 @@ def test_a_replica_joins_and_another_gateway_on_the_ledger_knows_it_too(tmp_path
         ]
         assert server.replicas.views[1].weight == 2.5
 
-    serve(tmp_path, joins)
-    serve(tmp_path, knows)
+    async with serve(tmp_path) as server:
+        await joins(server)
+    async with serve(tmp_path) as server:
+        await knows(server)
 
 
 @pytest.mark.parametrize(
@@ -160,8 +159,8 @@ def test_a_replica_joins_and_another_gateway_on_the_ledger_knows_it_too(tmp_path
         5,
     ],
 )
-def test_a_url_that_is_not_allowed_is_refused(tmp_path: Path, url: Any) -> None:
-    async def work(server: Server) -> None:
+async def test_a_url_that_is_not_allowed_is_refused(tmp_path: Path, url: Any) -> None:
+    async with serve(tmp_path) as server:
         for status, param, body in (
             (400, "url", {"url": url}),
             (400, "url", {"weight": 1}),
@@ -175,11 +174,9 @@ def test_a_url_that_is_not_allowed_is_refused(tmp_path: Path, url: Any) -> None:
         await server.ask("POST", status=404, url=FAR, deployment=f"{A}/deployments/none")
         assert names(server) == ["replica-0"]
 
-    serve(tmp_path, work)
 
-
-def test_one_replica_belongs_to_one_deployment(tmp_path: Path) -> None:
-    async def work(server: Server) -> None:
+async def test_one_replica_belongs_to_one_deployment(tmp_path: Path) -> None:
+    async with serve(tmp_path) as server:
         await server.ledger.create_deployment(
             NewDeployment(B, model=f"{A}/models/m", bucket_url="file:///bucket/b")
         )
@@ -192,13 +189,11 @@ def test_one_replica_belongs_to_one_deployment(tmp_path: Path) -> None:
         await server.ask("DELETE", "/10.0.0.7:9000")
         await server.ask("POST", url=FAR, deployment=B)
 
-    serve(tmp_path, work)
 
-
-def test_a_replica_that_joins_twice_at_once_belongs_to_the_first(tmp_path: Path) -> None:
+async def test_a_replica_that_joins_twice_at_once_belongs_to_the_first(tmp_path: Path) -> None:
     """The calls come to two gateways, and neither has seen what the other one wrote."""
 
-    async def work(server: Server) -> None:
+    async with serve(tmp_path) as server:
         row = await server.ledger.create_deployment(
             NewDeployment(B, model=f"{A}/models/m", bucket_url="file:///bucket/b")
         )
@@ -213,11 +208,9 @@ def test_a_replica_that_joins_twice_at_once_belongs_to_the_first(tmp_path: Path)
                 assert shown["error"]["param"] == "url"
         assert (await server.ledger.deployment(B)).fields == row.fields
 
-    serve(tmp_path, work)
 
-
-def test_a_replica_that_is_removed_finishes_what_it_has(tmp_path: Path) -> None:
-    async def work(server: Server) -> None:
+async def test_a_replica_that_is_removed_finishes_what_it_has(tmp_path: Path) -> None:
+    async with serve(tmp_path) as server:
         await server.ask("POST", url=FAR)
         view = server.replicas.views[1]
         view.replica.in_flight = 1
@@ -232,11 +225,9 @@ def test_a_replica_that_is_removed_finishes_what_it_has(tmp_path: Path) -> None:
         await server.ask("DELETE", "/10.0.0.7:9000", status=404)
         await server.ask("DELETE", "/replica-0", status=400)
 
-    serve(tmp_path, work)
 
-
-def test_requests_that_never_end_hold_a_removed_replica_for_so_long_only(tmp_path: Path) -> None:
-    async def work(server: Server) -> None:
+async def test_requests_that_never_end_hold_a_removed_replica_for_so_long_only(tmp_path: Path) -> None:
+    async with serve(tmp_path) as server:
         await server.ask("POST", url=FAR)
         view = server.replicas.views[1]
         view.replica.in_flight = 1
@@ -245,14 +236,12 @@ def test_requests_that_never_end_hold_a_removed_replica_for_so_long_only(tmp_pat
         await server.look()
         assert view.replica.standing == "gone"
 
-    serve(tmp_path, work)
-
 
 @pytest.mark.parametrize("name", ["replica-0", "10.0.0.7:9000"])
-def test_a_drained_replica_takes_nothing_new_and_is_admitted_anew_when_it_returns(
+async def test_a_drained_replica_takes_nothing_new_and_is_admitted_anew_when_it_returns(
     tmp_path: Path, name: str
 ) -> None:
-    async def work(server: Server) -> None:
+    async with serve(tmp_path) as server:
         await server.ask("POST", url=FAR)
         view = next(view for view in server.replicas.views if view.name == name)
         view.replica.hear(replica_report(replica=name, boot="b", ready=True))
@@ -268,12 +257,10 @@ def test_a_drained_replica_takes_nothing_new_and_is_admitted_anew_when_it_return
         assert not view.usable, "control says when it serves what it should"
         assert next(v for v in server.replicas.views if v.name == name) is view
 
-    serve(tmp_path, work)
-
 
 @pytest.mark.parametrize("name", ["replica-0", "10.0.0.7:9000"])
-def test_a_spot_notice_is_one_call_that_may_come_again(tmp_path: Path, name: str) -> None:
-    async def work(server: Server) -> None:
+async def test_a_spot_notice_is_one_call_that_may_come_again(tmp_path: Path, name: str) -> None:
+    async with serve(tmp_path) as server:
         await server.ask("POST", url=FAR)
         shown = await server.ask("PATCH", f"/{name}", drain=True, within_s=120)
         assert (shown["standing"], shown["drain"], shown["leaves_at"]) == ("leaving", True, 1120.0)
@@ -292,14 +279,12 @@ def test_a_spot_notice_is_one_call_that_may_come_again(tmp_path: Path, name: str
             assert wrong["error"]["param"] == "within_s"
         await server.ask("PATCH", f"/{name}", status=400, drain=True, within_s=-1)
 
-    serve(tmp_path, work)
-
 
 @pytest.mark.parametrize("name", ["replica-0", "10.0.0.7:9000"])
-def test_what_two_calls_say_of_a_replica_at_once_counts_both(tmp_path: Path, name: str) -> None:
+async def test_what_two_calls_say_of_a_replica_at_once_counts_both(tmp_path: Path, name: str) -> None:
     """A notice that the machine goes must not be undone by an autoscaler's weight."""
 
-    async def work(server: Server) -> None:
+    async with serve(tmp_path) as server:
         await server.ask("POST", url=FAR)
         await asyncio.gather(
             server.ask("PATCH", f"/{name}", drain=True, within_s=120),
@@ -309,11 +294,9 @@ def test_what_two_calls_say_of_a_replica_at_once_counts_both(tmp_path: Path, nam
         shown = listed[name]
         assert (shown["standing"], shown["leaves_at"], shown["weight"]) == ("leaving", 1120.0, 2)
 
-    serve(tmp_path, work)
 
-
-def test_a_replica_that_another_call_removes_is_not_brought_back(tmp_path: Path) -> None:
-    async def work(server: Server) -> None:
+async def test_a_replica_that_another_call_removes_is_not_brought_back(tmp_path: Path) -> None:
+    async with serve(tmp_path) as server:
         await server.ask("POST", url=FAR)
         path = f"/v1/{DEFAULT}/replicas/10.0.0.7:9000"
         removed, _ = await asyncio.gather(
@@ -322,10 +305,8 @@ def test_a_replica_that_another_call_removes_is_not_brought_back(tmp_path: Path)
         assert removed.status_code == 200
         assert names(server) == ["replica-0"]
 
-    serve(tmp_path, work)
 
-
-def test_settings_name_replicas_and_weights_and_the_api_has_the_last_word(tmp_path: Path) -> None:
+async def test_settings_name_replicas_and_weights_and_the_api_has_the_last_word(tmp_path: Path) -> None:
     async def work(server: Server) -> None:
         weights = {view.name: view.weight for view in server.replicas.views}
         assert weights == {"replica-0": 0.5, "10.0.0.7:9000": 4.0, "10.0.0.9:1": 1.0}
@@ -336,7 +317,8 @@ def test_settings_name_replicas_and_weights_and_the_api_has_the_last_word(tmp_pa
         assert server.replicas.views[2].weight == 7
 
     settings = entries_of_settings([FAR, "http://10.0.0.9:1"], {"replica-0": 0.5, "10.0.0.7:9000": 4.0})
-    serve(tmp_path, work, settings)
+    async with serve(tmp_path, settings) as server:
+        await work(server)
 
 
 def test_what_is_said_later_counts() -> None:
@@ -375,7 +357,7 @@ def test_a_dns_name_that_cannot_be_one_is_refused_at_the_start(name: str) -> Non
         Resolver(name, lambda: None)
 
 
-def test_a_dns_name_is_as_many_replicas_as_it_has_addresses(
+async def test_a_dns_name_is_as_many_replicas_as_it_has_addresses(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found: list[str] | OSError = ["10.0.0.2", "10.0.0.1", "10.0.0.2", "::1"]
@@ -406,4 +388,5 @@ def test_a_dns_name_is_as_many_replicas_as_it_has_addresses(
         assert names(server) == ["replica-0", "10.0.0.2:80"]
         assert (server.replicas.views[1] is kept, len(changes)) == (True, 2)
 
-    serve(tmp_path, work)
+    async with serve(tmp_path) as server:
+        await work(server)

@@ -10,7 +10,7 @@ from test_hotload_api import serve as serve_plain
 from test_policy_calls_api import ADDONS, POLICIES, PolicyServer, serve
 
 
-def test_policies_and_add_ons_are_as_they_are_told(tmp_path: Path) -> None:
+async def test_policies_and_add_ons_are_as_they_are_told(tmp_path: Path) -> None:
     async def work(server: PolicyServer) -> None:
         assert (await server.http.post(POLICIES, json={"policy": "red"})).status_code == 200
         assert (await server.signal({"identity": "a", "policy": "red"})).status_code == 200
@@ -22,13 +22,14 @@ def test_policies_and_add_ons_are_as_they_are_told(tmp_path: Path) -> None:
         assert (await server.http.delete(f"{POLICIES}/red")).status_code == 200
 
     before = HELD.copy()
-    serve(tmp_path, work)
+    async with serve(tmp_path) as server:
+        await work(server)
     held = HELD - before
     assert held.total() == 7
     assert len(held) == 7
 
 
-def test_pauses_aborts_and_updates_of_sglang_are_as_they_are_told(tmp_path: Path) -> None:
+async def test_pauses_aborts_and_updates_of_sglang_are_as_they_are_told(tmp_path: Path) -> None:
     async def work(server: Server) -> None:
         for path, body in (
             ("/pause_generation", {"mode": "abort"}),
@@ -45,7 +46,8 @@ def test_pauses_aborts_and_updates_of_sglang_are_as_they_are_told(tmp_path: Path
         assert answer.json()["success"]
 
     before = HELD.copy()
-    serve_plain(tmp_path, work)
+    async with serve_plain(tmp_path) as server:
+        await work(server)
     held = HELD - before
     assert held.total() == 5
     assert len(held) == 5

@@ -56,8 +56,10 @@ async def ask(server: Server, path: str, body: dict[str, Any]) -> Any:
     return await while_three_load(server, server.http.post(path, json=body))
 
 
-def test_miles_order_of_calls_brings_version_after_version_and_one_that_was_missed(tmp_path: Path) -> None:
-    async def work(server: Server) -> None:
+async def test_miles_order_of_calls_brings_version_after_version_and_one_that_was_missed(
+    tmp_path: Path,
+) -> None:
+    async with serve(tmp_path) as server:
         await began(server)
         source, local = str(server.bucket / "updates"), "/local-nvme/miles-rollout-checkpoint"
 
@@ -92,11 +94,9 @@ def test_miles_order_of_calls_brings_version_after_version_and_one_that_was_miss
         other = await ask(server, "/update_weights_from_disk", {"model_path": local, "weight_version": "2"})
         assert (other.status_code, other.json()["error"]["param"]) == (400, "model_path")
 
-    serve(tmp_path, work)
 
-
-def test_skyrls_order_of_calls_needs_no_group(tmp_path: Path) -> None:
-    async def work(server: Server) -> None:
+async def test_skyrls_order_of_calls_needs_no_group(tmp_path: Path) -> None:
+    async with serve(tmp_path) as server:
         await began(server)
         sync_dir = (server.bucket / "sync").as_uri()
         init = {
@@ -128,8 +128,6 @@ def test_skyrls_order_of_calls_needs_no_group(tmp_path: Path) -> None:
             ("0", None, None), ("1", "0", "skyrl_delta"), ("2", "1", "skyrl_delta")
         ]  # fmt: skip
 
-    serve(tmp_path, work)
-
 
 DELTA_CALLS = ["/update_weights", "/fetch_weights", "/pull_weights"]
 
@@ -144,8 +142,10 @@ def delta_call(server: Server, path: str) -> Any:
 
 
 @pytest.mark.parametrize("path", DELTA_CALLS)
-def test_a_version_that_a_replica_has_no_room_for_may_be_asked_for_again(tmp_path: Path, path: str) -> None:
-    async def work(server: Server) -> None:
+async def test_a_version_that_a_replica_has_no_room_for_may_be_asked_for_again(
+    tmp_path: Path, path: str
+) -> None:
+    async with serve(tmp_path) as server:
         await began(server)
         published(server, MILES, 1)
         published(server, SKYRL, 1)
@@ -167,12 +167,10 @@ def test_a_version_that_a_replica_has_no_room_for_may_be_asked_for_again(tmp_pat
         server.replicas._changed()
         assert (await again).status_code == 200
 
-    serve(tmp_path, work)
-
 
 @pytest.mark.parametrize("path", DELTA_CALLS)
-def test_a_snapshot_that_does_not_load_is_no_fault_of_a_field(tmp_path: Path, path: str) -> None:
-    async def work(server: Server) -> None:
+async def test_a_snapshot_that_does_not_load_is_no_fault_of_a_field(tmp_path: Path, path: str) -> None:
+    async with serve(tmp_path) as server:
         await began(server)
         published(server, MILES, 1)
         published(server, SKYRL, 1)
@@ -189,13 +187,11 @@ def test_a_snapshot_that_does_not_load_is_no_fault_of_a_field(tmp_path: Path, pa
             "replica-1 could not load '1': a checksum differs",
         )
 
-    serve(tmp_path, work)
-
 
 @pytest.mark.parametrize("index", [True, False])
 @pytest.mark.parametrize("place", [MILES, SKYRL])
-def test_a_whole_checkpoint_begins_a_new_chain(tmp_path: Path, place: str, index: bool) -> None:
-    async def work(server: Server) -> None:
+async def test_a_whole_checkpoint_begins_a_new_chain(tmp_path: Path, place: str, index: bool) -> None:
+    async with serve(tmp_path) as server:
         await began(server)
 
         async def bring(version: int) -> Any:
@@ -228,13 +224,11 @@ def test_a_whole_checkpoint_begins_a_new_chain(tmp_path: Path, place: str, index
             told = await ask(server, "/update_weights_from_disk", update)
             assert (told.status_code, told.json()["weight_version"]) == (200, "6")
 
-    serve(tmp_path, work)
 
-
-def test_a_delta_whose_index_is_not_there_begins_no_chain(tmp_path: Path) -> None:
+async def test_a_delta_whose_index_is_not_there_begins_no_chain(tmp_path: Path) -> None:
     """It is still being written, or has lost it. What is wrong with it is said when it is signalled."""
 
-    async def work(server: Server) -> None:
+    async with serve(tmp_path) as server:
         await began(server)
         published(server, MILES, 1, 2)
         for number in (1, 2):
@@ -247,11 +241,9 @@ def test_a_delta_whose_index_is_not_there_begins_no_chain(tmp_path: Path) -> Non
             ("0", None, None), ("1", "0", "miles_delta"), ("2", "1", "miles_delta")
         ]  # fmt: skip
 
-    serve(tmp_path, work)
 
-
-def test_a_run_may_begin_with_a_whole_checkpoint(tmp_path: Path) -> None:
-    async def work(server: Server) -> None:
+async def test_a_run_may_begin_with_a_whole_checkpoint(tmp_path: Path) -> None:
+    async with serve(tmp_path) as server:
         for index in range(3):
             server.report(index)
         checkpoint(server, MILES.format(1), True)
@@ -259,11 +251,9 @@ def test_a_run_may_begin_with_a_whole_checkpoint(tmp_path: Path) -> None:
         assert (await ask(server, "/pull_weights", body)).status_code == 200
         assert await rows(server) == [("1", None, None)]
 
-    serve(tmp_path, work)
 
-
-def test_a_version_that_leads_out_of_the_bucket_is_not_looked_into(tmp_path: Path) -> None:
-    async def work(server: Server) -> None:
+async def test_a_version_that_leads_out_of_the_bucket_is_not_looked_into(tmp_path: Path) -> None:
+    async with serve(tmp_path) as server:
         await began(server)
         outside = tmp_path / "outside"
         outside.mkdir()
@@ -275,11 +265,9 @@ def test_a_version_that_leads_out_of_the_bucket_is_not_looked_into(tmp_path: Pat
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "source_dir")
         assert "leads out of the bucket" in answer.json()["message"]
 
-    serve(tmp_path, work)
 
-
-def test_a_catch_up_over_the_bound_signals_no_version(tmp_path: Path) -> None:
-    async def work(server: Server) -> None:
+async def test_a_catch_up_over_the_bound_signals_no_version(tmp_path: Path) -> None:
+    async with serve(tmp_path) as server:
         await began(server)
         body = {"source_dir": str(server.bucket / "updates"), "target_version": 65}
         answer = await server.http.post("/pull_weights", json=body)
@@ -287,11 +275,9 @@ def test_a_catch_up_over_the_bound_signals_no_version(tmp_path: Path) -> None:
         assert "gateway.chain_max" in answer.json()["message"]
         assert [row[0] for row in await rows(server)] == ["0"]
 
-    serve(tmp_path, work)
 
-
-def test_a_catch_up_that_waits_for_whole_files_may_come_again(tmp_path: Path) -> None:
-    async def work(server: Server) -> None:
+async def test_a_catch_up_that_waits_for_whole_files_may_come_again(tmp_path: Path) -> None:
+    async with serve(tmp_path) as server:
         apis = hotload_apis(server.ledger, server.deployments, chain_max=2, rebase_after=1)
         app = control_app(server.deployments, GatewayMetrics(server.deployments), apis=apis)
         server.http._transport.app = app  # type: ignore[attr-defined]
@@ -308,11 +294,9 @@ def test_a_catch_up_that_waits_for_whole_files_may_come_again(tmp_path: Path) ->
         assert (never.status_code, never.json()["error"]["param"]) == (400, "target_version")
         assert [row[0] for row in await rows(server)] == ["0", "1"]
 
-    serve(tmp_path, work)
 
-
-def test_without_a_version_0_the_answer_says_what_to_publish(tmp_path: Path) -> None:
-    async def work(server: Server) -> None:
+async def test_without_a_version_0_the_answer_says_what_to_publish(tmp_path: Path) -> None:
+    async with serve(tmp_path) as server:
         published(server, MILES, 1)
         body = {"source_dir": str(server.bucket / "updates"), "target_version": 1}
         for index in range(3):
@@ -321,8 +305,6 @@ def test_without_a_version_0_the_answer_says_what_to_publish(tmp_path: Path) -> 
         assert answer.status_code == 400
         assert "midstream publish DIR --identity 0" in answer.json()["message"]
         assert await rows(server) == []
-
-    serve(tmp_path, work)
 
 
 @pytest.mark.parametrize(
@@ -341,10 +323,10 @@ def test_without_a_version_0_the_answer_says_what_to_publish(tmp_path: Path) -> 
         ("/update_weights", {"update_info": {"target_version": 1, "names": []}}, "update_info.names"),
     ],
 )
-def test_a_refusal_names_the_field_and_signals_nothing(
+async def test_a_refusal_names_the_field_and_signals_nothing(
     tmp_path: Path, path: str, body: dict[str, Any], param: str
 ) -> None:
-    async def work(server: Server) -> None:
+    async with serve(tmp_path) as server:
         await began(server)
         text = {
             name: value.format(bucket=server.bucket) if isinstance(value, str) else value
@@ -354,5 +336,3 @@ def test_a_refusal_names_the_field_and_signals_nothing(
         assert answer.status_code == 400, answer.text
         assert answer.json()["error"]["param"] == param
         assert [row[0] for row in await rows(server)] == ["0"]
-
-    serve(tmp_path, work)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -82,19 +83,17 @@ class Server:
         return (await self.ledger.state(DEPLOYMENT)).desired
 
 
-def serve(path: Path, work: Callable[[Server], Awaitable[None]], url: str | None = None) -> None:
+@asynccontextmanager
+async def serve(path: Path, url: str | None = None) -> AsyncIterator[Server]:
     """url: of the ledger; None: a file of its own."""
 
-    async def run() -> None:
-        server = Server(path, url)
-        try:
-            await server.ledger.ensure_deployment(DEPLOYMENT, MODEL, server.bucket.as_uri(), "ASYNC")
-            await work(server)
-        finally:
-            await server.http.aclose()
-            server.ledger.close()
-
-    asyncio.run(run())
+    server = Server(path, url)
+    try:
+        await server.ledger.ensure_deployment(DEPLOYMENT, MODEL, server.bucket.as_uri(), "ASYNC")
+        yield server
+    finally:
+        await server.http.aclose()
+        server.ledger.close()
 
 
 def failed(identity: str, generation: int, why: str) -> tuple[Transition, ...]:
@@ -131,12 +130,12 @@ def stages(rows: list[dict[str, Any]]) -> list[tuple[str, str, str | None]]:
     ]
 
 
-def test_the_first_signal_waits_until_it_is_known_which_boots_serve(
+async def test_the_first_signal_waits_until_it_is_known_which_boots_serve(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A gateway that has just begun has heard no replica: the boots that serve would be forgotten, and refused."""
 
-    async def work(server: Server) -> None:
+    async with serve(tmp_path) as server:
         waits, wait = asyncio.Event(), server.replicas.wait
 
         def noted(callback: Callable[[], None], *, any_report: bool = True) -> None:
@@ -165,11 +164,9 @@ def test_the_first_signal_waits_until_it_is_known_which_boots_serve(
         server.replicas.on_learned()
         assert (await asked).status_code == 200
 
-    serve(tmp_path, work)
 
-
-def test_a_signal_is_in_the_ledger_when_it_is_answered(tmp_path: Path) -> None:
-    async def work(server: Server) -> None:
+async def test_a_signal_is_in_the_ledger_when_it_is_answered(tmp_path: Path) -> None:
+    async with serve(tmp_path) as server:
         response = await server.signal(
             {"identity": "run 1/step-1", "reset_prompt_cache": "new_session"},
             fireworks_model=MODEL,
@@ -192,8 +189,6 @@ def test_a_signal_is_in_the_ledger_when_it_is_answered(tmp_path: Path) -> None:
             fingerprint=await snapshot_fingerprint(url),
         )
 
-    serve(tmp_path, work)
-
 
 @pytest.mark.parametrize(
     ("body", "policy"),
@@ -208,16 +203,14 @@ def test_a_signal_is_in_the_ledger_when_it_is_answered(tmp_path: Path) -> None:
         ({"validation": {"extra_fields_ignore": []}, "incremental_snapshot_metadata": None}, "all"),
     ],
 )
-def test_every_spelling_of_the_cache_policy_is_understood(
+async def test_every_spelling_of_the_cache_policy_is_understood(
     tmp_path: Path, body: dict[str, Any], policy: str
 ) -> None:
-    async def work(server: Server) -> None:
+    async with serve(tmp_path) as server:
         assert (await server.signal({"identity": "a", **body})).status_code == 200
         desired = await server.desired()
         assert desired is not None
         assert desired.reset_prompt_cache == policy
-
-    serve(tmp_path, work)
 
 
 @pytest.mark.parametrize(
@@ -237,10 +230,10 @@ def test_every_spelling_of_the_cache_policy_is_understood(
         (["a"], "the body must be a JSON object", None),
     ],
 )  # fmt: skip
-def test_a_signal_that_is_not_understood_is_refused_whole(
+async def test_a_signal_that_is_not_understood_is_refused_whole(
     tmp_path: Path, body: Any, message: str | None, param: str | None
 ) -> None:
-    async def work(server: Server) -> None:
+    async with serve(tmp_path) as server:
         response = await server.signal(body)
         assert response.status_code == 400
         error = response.json()["error"]
@@ -253,18 +246,14 @@ def test_a_signal_that_is_not_understood_is_refused_whole(
         assert await server.desired() is None
         assert await server.ledger.snapshots(DEPLOYMENT) == []
 
-    serve(tmp_path, work)
 
-
-def test_a_body_that_is_no_json_or_too_large_is_refused(tmp_path: Path) -> None:
-    async def work(server: Server) -> None:
+async def test_a_body_that_is_no_json_or_too_large_is_refused(tmp_path: Path) -> None:
+    async with serve(tmp_path) as server:
         for content in (b"", b"{", b"\xff"):
             response = await server.http.post(HOT_LOAD_PATH, content=content)
             assert (response.status_code, response.json()["error"]["code"]) == (400, "invalid_request_error")
         response = await server.http.post(HOT_LOAD_PATH, content=b" " * (2**20 + 1))
         assert response.status_code == 413
-
-    serve(tmp_path, work)
 
 
 @pytest.mark.parametrize(
@@ -280,8 +269,10 @@ def test_a_body_that_is_no_json_or_too_large_is_refused(tmp_path: Path) -> None:
         ("x-fireworks-hot-load-source-url", "file:///elsewhere/a", 400),
     ],
 )
-def test_headers_must_name_what_is_served_here(tmp_path: Path, header: str, value: str, status: int) -> None:
-    async def work(server: Server) -> None:
+async def test_headers_must_name_what_is_served_here(
+    tmp_path: Path, header: str, value: str, status: int
+) -> None:
+    async with serve(tmp_path) as server:
         named = value.replace("BUCKET", server.bucket.as_uri())
         response = await server.http.post(HOT_LOAD_PATH, json={"identity": "a"}, headers={header: named})
         assert response.status_code == status
@@ -292,11 +283,9 @@ def test_headers_must_name_what_is_served_here(tmp_path: Path, header: str, valu
             seen = await server.http.get(HOT_LOAD_PATH, headers={header: value})
             assert seen.status_code == status
 
-    serve(tmp_path, work)
 
-
-def test_the_same_signal_again_changes_nothing_until_a_replica_fails_on_it(tmp_path: Path) -> None:
-    async def work(server: Server) -> None:
+async def test_the_same_signal_again_changes_nothing_until_a_replica_fails_on_it(tmp_path: Path) -> None:
+    async with serve(tmp_path) as server:
         answers = [(await server.signal({"identity": "a"})).json() for _ in range(2)]
         assert [(a["generation"], a["changed"]) for a in answers] == [(1, True), (1, False)]
         server.report(0, generation=1, target="a", stage=Stage.ERROR, transitions=failed("a", 1, "short"))
@@ -306,13 +295,11 @@ def test_the_same_signal_again_changes_nothing_until_a_replica_fails_on_it(tmp_p
         assert row["loading_state"]["stage"] == "pending", "the old failure must not answer for the retry"
         assert (await server.signal({"identity": "a"})).json()["changed"] is False
 
-    serve(tmp_path, work)
 
-
-def test_a_signal_for_files_that_are_not_there_is_refused_and_names_where_they_should_be(
+async def test_a_signal_for_files_that_are_not_there_is_refused_and_names_where_they_should_be(
     tmp_path: Path,
 ) -> None:
-    async def work(server: Server) -> None:
+    async with serve(tmp_path) as server:
         (server.bucket / "empty").mkdir()
         (server.bucket / "empty" / "optimizer.pt").write_bytes(b"no snapshot")
         for identity in ("absent", "empty"):
@@ -327,13 +314,12 @@ def test_a_signal_for_files_that_are_not_there_is_refused_and_names_where_they_s
             )
         assert await server.desired() is None
 
-    serve(tmp_path, work)
 
-
-def test_a_bucket_that_cannot_be_read_now_is_a_reason_to_try_again(
+async def test_a_bucket_that_cannot_be_read_now_is_a_reason_to_try_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def work(server: Server) -> None:
+    async with serve(tmp_path) as server:
+
         async def away(url: str, bucket: str) -> str:
             raise SnapshotError(f"{url}: cannot be listed: input/output error")
 
@@ -343,11 +329,11 @@ def test_a_bucket_that_cannot_be_read_now_is_a_reason_to_try_again(
         assert "input/output error" in response.json()["error"]["message"]
         assert await server.desired() is None
 
-    serve(tmp_path, work)
 
-
-def test_overwritten_files_are_a_new_signal_and_are_not_served_before_they_are_loaded(tmp_path: Path) -> None:
-    async def work(server: Server) -> None:
+async def test_overwritten_files_are_a_new_signal_and_are_not_served_before_they_are_loaded(
+    tmp_path: Path,
+) -> None:
+    async with serve(tmp_path) as server:
         await server.signal({"identity": "a"})
         for index in range(3):
             server.report(index, snapshot="a", generation=1, transitions=ready("a", 1))
@@ -359,11 +345,10 @@ def test_overwritten_files_are_a_new_signal_and_are_not_served_before_they_are_l
         server.report(0, snapshot="a", generation=2, transitions=ready("a", 2))
         assert stages(await server.rows())[-1] == ("replica-0", "done", "a")
 
-    serve(tmp_path, work)
 
+async def test_the_answer_says_which_policy_holds(tmp_path: Path) -> None:
+    async with serve(tmp_path) as server:
 
-def test_the_answer_says_which_policy_holds(tmp_path: Path) -> None:
-    async def work(server: Server) -> None:
         async def policy(body: dict[str, Any]) -> tuple[bool, str]:
             answer = (await server.signal({"identity": "a", **body})).json()
             return answer["changed"], answer["reset_prompt_cache"]
@@ -373,11 +358,9 @@ def test_the_answer_says_which_policy_holds(tmp_path: Path) -> None:
         server.report(0, generation=1, target="a", stage=Stage.ERROR, transitions=failed("a", 1, "short"))
         assert await policy({"reset_prompt_cache": "none"}) == (True, "new_session")
 
-    serve(tmp_path, work)
 
-
-def test_a_replica_whose_boots_died_of_a_snapshot_shows_it_as_its_error(tmp_path: Path) -> None:
-    async def work(server: Server) -> None:
+async def test_a_replica_whose_boots_died_of_a_snapshot_shows_it_as_its_error(tmp_path: Path) -> None:
+    async with serve(tmp_path) as server:
         await server.signal({"identity": "a"})
         server.report(0, boot="boot3")
         for boot in ("boot1", "boot2"):
@@ -391,11 +374,11 @@ def test_a_replica_whose_boots_died_of_a_snapshot_shows_it_as_its_error(tmp_path
         assert (again["generation"], again["changed"]) == (2, True)
         assert stages(await server.rows())[-1] == ("replica-0", "pending", "a")
 
-    serve(tmp_path, work)
 
-
-def test_the_ledger_shows_the_newest_stage_changes_and_says_when_there_are_older_ones(tmp_path: Path) -> None:
-    async def work(server: Server) -> None:
+async def test_the_ledger_shows_the_newest_stage_changes_and_says_when_there_are_older_ones(
+    tmp_path: Path,
+) -> None:
+    async with serve(tmp_path) as server:
         await server.signal({"identity": "a"})
         rows = [
             Transition(seq=seq, at=1.0, snapshot="a", generation=1, stage=Stage.FETCHING)
@@ -415,19 +398,15 @@ def test_the_ledger_shows_the_newest_stage_changes_and_says_when_there_are_older
             response = await server.http.get(f"/v1/{DEPLOYMENT}/ledger", params={"limit": bad})
             assert (response.status_code, response.json()["error"]["param"]) == (400, "limit")
 
-    serve(tmp_path, work)
 
-
-def test_a_new_signal_is_above_every_generation_the_replicas_have_seen(tmp_path: Path) -> None:
-    async def work(server: Server) -> None:
+async def test_a_new_signal_is_above_every_generation_the_replicas_have_seen(tmp_path: Path) -> None:
+    async with serve(tmp_path) as server:
         server.report(1, snapshot="z", generation=17)
         assert (await server.signal({"identity": "a"})).json()["generation"] == 18
 
-    serve(tmp_path, work)
 
-
-def test_before_the_first_signal_every_replica_is_idle_on_base(tmp_path: Path) -> None:
-    async def work(server: Server) -> None:
+async def test_before_the_first_signal_every_replica_is_idle_on_base(tmp_path: Path) -> None:
+    async with serve(tmp_path) as server:
         server.report(0)
         row = (await server.rows())[-1]
         assert row == {
@@ -444,11 +423,9 @@ def test_before_the_first_signal_every_replica_is_idle_on_base(tmp_path: Path) -
             },
         }
 
-    serve(tmp_path, work)
 
-
-def test_the_least_ready_replica_comes_first(tmp_path: Path) -> None:
-    async def work(server: Server) -> None:
+async def test_the_least_ready_replica_comes_first(tmp_path: Path) -> None:
+    async with serve(tmp_path) as server:
         await server.signal({"identity": "a"})
         timing = SwapTiming(snapshot="a", pause_ms=1.5, streams_crossed=2)
         server.report(0, snapshot="a", generation=1, target="a", swaps=(timing,))
@@ -484,11 +461,12 @@ def test_the_least_ready_replica_comes_first(tmp_path: Path) -> None:
         )
         assert (await server.rows())[0]["midstream"]["error"] == error
 
-    serve(tmp_path, work)
 
+async def test_readiness_is_of_the_snapshot_that_serves_and_the_stage_of_the_desired_one(
+    tmp_path: Path,
+) -> None:
+    async with serve(tmp_path) as server:
 
-def test_readiness_is_of_the_snapshot_that_serves_and_the_stage_of_the_desired_one(tmp_path: Path) -> None:
-    async def work(server: Server) -> None:
         def seen(row: dict[str, Any]) -> tuple[Any, ...]:
             return row["current_snapshot_identity"], row["readiness"], row["loading_state"]["stage"]
 
@@ -504,13 +482,11 @@ def test_readiness_is_of_the_snapshot_that_serves_and_the_stage_of_the_desired_o
         rows = [seen(row) for row in await server.rows()]
         assert rows == [("base", True, "committing"), ("a", False, "checking"), ("a", True, "done")]
 
-    serve(tmp_path, work)
 
-
-def test_a_replica_that_should_be_there_and_has_no_address_yet_is_waited_for(tmp_path: Path) -> None:
+async def test_a_replica_that_should_be_there_and_has_no_address_yet_is_waited_for(tmp_path: Path) -> None:
     """Its process is starting, or is started again."""
 
-    async def work(server: Server) -> None:
+    async with serve(tmp_path) as server:
         await server.signal({"identity": "a"})
         for index in range(3):
             server.report(index, snapshot="a", generation=1, target="a")
@@ -527,8 +503,6 @@ def test_a_replica_that_should_be_there_and_has_no_address_yet_is_waited_for(tmp
         assert [row["readiness"] for row in rows] == [False, False, True, True, True]
         assert not read_status({"replicas": rows}).serves("a")
 
-    serve(tmp_path, work)
-
 
 @pytest.mark.parametrize(
     ("stage", "wire"),
@@ -541,18 +515,16 @@ def test_a_replica_that_should_be_there_and_has_no_address_yet_is_waited_for(tmp
         (Stage.IDLE, "pending"),
     ],
 )
-def test_stages_have_their_wire_names(tmp_path: Path, stage: Stage, wire: str) -> None:
-    async def work(server: Server) -> None:
+async def test_stages_have_their_wire_names(tmp_path: Path, stage: Stage, wire: str) -> None:
+    async with serve(tmp_path) as server:
         await server.signal({"identity": "a"})
         for index in range(3):
             server.report(index, generation=1 if stage != "idle" else 0, stage=stage, target="a")
         assert {row["loading_state"]["stage"] for row in await server.rows()} == {wire}
 
-    serve(tmp_path, work)
 
-
-def test_a_load_that_waits_says_for_what(tmp_path: Path) -> None:
-    async def work(server: Server) -> None:
+async def test_a_load_that_waits_says_for_what(tmp_path: Path) -> None:
+    async with serve(tmp_path) as server:
         await server.signal({"identity": "a"})
         for index in range(3):
             server.report(index, generation=1, stage=Stage.STAGING, target="a", error="waits for b")
@@ -561,11 +533,9 @@ def test_a_load_that_waits_says_for_what(tmp_path: Path) -> None:
             ("staging", "waits for b")
         }
 
-    serve(tmp_path, work)
 
-
-def test_a_failure_stays_visible_after_the_replica_fell_back(tmp_path: Path) -> None:
-    async def work(server: Server) -> None:
+async def test_a_failure_stays_visible_after_the_replica_fell_back(tmp_path: Path) -> None:
+    async with serve(tmp_path) as server:
         await server.signal({"identity": "a"})
         why = failed("a", 1, "short")
         server.report(0, snapshot="old", generation=1, transitions=why)
@@ -573,22 +543,18 @@ def test_a_failure_stays_visible_after_the_replica_fell_back(tmp_path: Path) -> 
         server.report(0, generation=1, target="old", stage=Stage.FETCHING, transitions=why)
         assert stages(await server.rows())[0] == ("replica-0", "error", "a")
 
-    serve(tmp_path, work)
 
-
-def test_a_failure_of_a_superseded_snapshot_is_not_the_new_ones(tmp_path: Path) -> None:
-    async def work(server: Server) -> None:
+async def test_a_failure_of_a_superseded_snapshot_is_not_the_new_ones(tmp_path: Path) -> None:
+    async with serve(tmp_path) as server:
         await server.signal({"identity": "a"})
         await server.signal({"identity": "b"})
         server.report(0, generation=1, stage=Stage.ERROR, target="a", transitions=failed("a", 1, "short"))
         row = next(r for r in await server.rows() if r["midstream"]["replica"] == "replica-0")
         assert row["loading_state"] == {"stage": "pending", "target_snapshot_identity": "b"}
 
-    serve(tmp_path, work)
 
-
-def test_the_ledger_shows_each_snapshot_with_its_transitions(tmp_path: Path) -> None:
-    async def work(server: Server) -> None:
+async def test_the_ledger_shows_each_snapshot_with_its_transitions(tmp_path: Path) -> None:
+    async with serve(tmp_path) as server:
         await server.signal({"identity": "a", "reset_prompt_cache": "none"})
         server.report(0, transitions=failed("a", 1, "short"))
         await server.reconciler.reconcile_once()
@@ -645,18 +611,14 @@ def test_the_ledger_shows_each_snapshot_with_its_transitions(tmp_path: Path) -> 
         }
         await server.reconciler.settle()
 
-    serve(tmp_path, work)
 
-
-def test_an_unknown_deployment_is_not_found(tmp_path: Path) -> None:
-    async def work(server: Server) -> None:
+async def test_an_unknown_deployment_is_not_found(tmp_path: Path) -> None:
+    async with serve(tmp_path) as server:
         for path in ("local/deployments/other/ledger", "other/deployments/default/ledger"):
             response = await server.http.get(f"/v1/accounts/{path}")
             assert response.status_code == 404
             assert response.json()["error"]["code"] == "not_found_error"
         assert (await server.http.delete(HOT_LOAD_PATH)).status_code == 405
-
-    serve(tmp_path, work)
 
 
 LORA = '{"peft_type": "LORA", "r": 8, "lora_alpha": 16}'
@@ -668,8 +630,8 @@ def write_adapter(server: Server, identity: str, config: str = LORA) -> None:
     (server.bucket / identity / "adapter_model.safetensors").write_bytes(b"weights")
 
 
-def test_an_adapter_without_a_policy_is_refused_with_a_hint(tmp_path: Path) -> None:
-    async def work(server: Server) -> None:
+async def test_an_adapter_without_a_policy_is_refused_with_a_hint(tmp_path: Path) -> None:
+    async with serve(tmp_path) as server:
         write_adapter(server, "adapter")
         for before in (None, "a"):
             if before is not None:
@@ -686,13 +648,11 @@ def test_an_adapter_without_a_policy_is_refused_with_a_hint(tmp_path: Path) -> N
         (merged / "adapter_model.safetensors").rename(merged / "model.safetensors")
         assert (await server.signal({"identity": "merged"})).status_code == 200
 
-    serve(tmp_path, work)
 
-
-def test_an_adapters_configuration_that_no_replica_reads_is_refused_at_the_signal(tmp_path: Path) -> None:
-    async def work(server: Server) -> None:
+async def test_an_adapters_configuration_that_no_replica_reads_is_refused_at_the_signal(
+    tmp_path: Path,
+) -> None:
+    async with serve(tmp_path) as server:
         write_adapter(server, "adapter", "x" * (2**20 + 1))
         answer = await server.signal({"identity": "adapter"})
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "identity"), answer.text
-
-    serve(tmp_path, work)

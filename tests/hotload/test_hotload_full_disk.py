@@ -43,12 +43,12 @@ async def until_refused(server: Server) -> tuple[str, str, httpx.Response]:
     raise AssertionError("the disk is not full")
 
 
-def test_a_signal_is_refused_while_the_disk_is_full_and_taken_when_it_is_not(
+async def test_a_signal_is_refused_while_the_disk_is_full_and_taken_when_it_is_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     disk = Disk(monkeypatch)
 
-    async def work(server: Server) -> None:
+    async with serve(tmp_path) as server:
         for index in range(3):
             server.report(index)
         assert (await server.signal({"identity": "a"})).status_code == 200
@@ -76,7 +76,5 @@ def test_a_signal_is_refused_while_the_disk_is_full_and_taken_when_it_is_not(
         disk.pages = ROOM
         again = await server.http.post(HOT_LOAD_PATH, json={"identity": refused})
         assert (again.status_code, again.json()["identity"]) == (200, refused)
-
-    serve(tmp_path, work)
     with sqlite3.connect(tmp_path / "ledger.sqlite") as db:
         assert db.execute("PRAGMA integrity_check").fetchone() == ("ok",)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from fingerprints import snapshot_fingerprint
 from listening import stop_listening
-from test_hotload_api import DEPLOYMENT, MODEL, Server, failed, ready, serve
+from test_hotload_api import DEPLOYMENT, MODEL, failed, ready, serve
 
 from midstream.api.app import control_app
 from midstream.api.hotload import hotload_apis
@@ -38,8 +38,8 @@ def refusal(response: Any) -> tuple[int, str]:
     return response.status_code, response.json()["error"]["param"]
 
 
-def test_a_delta_is_desired_with_the_chain_it_stands_on(tmp_path: Path) -> None:
-    async def work(server: Server) -> None:
+async def test_a_delta_is_desired_with_the_chain_it_stands_on(tmp_path: Path) -> None:
+    async with serve(tmp_path) as server:
         assert (await server.signal({"identity": "a"})).json()["kind"] == "full"
         answer = (
             await server.signal({"identity": "b", "reset_prompt_cache": {"max_age": 2}, **on("a")})
@@ -63,13 +63,11 @@ def test_a_delta_is_desired_with_the_chain_it_stands_on(tmp_path: Path) -> None:
         }  # fmt: skip
         assert (row["checksum_format"], row["max_cache_age"]) == ("adler32", 2)
 
-    serve(tmp_path, work)
 
-
-def test_the_chain_rules_are_applied_to_what_the_replicas_report(tmp_path: Path) -> None:
+async def test_the_chain_rules_are_applied_to_what_the_replicas_report(tmp_path: Path) -> None:
     previous = "incremental_snapshot_metadata.previous_snapshot_identity"
 
-    async def work(server: Server) -> None:
+    async with serve(tmp_path) as server:
         assert refusal(await server.signal({"identity": "b", **on("a")})) == (400, previous)
         await server.signal({"identity": "a"})
         for i in range(3):
@@ -84,11 +82,9 @@ def test_the_chain_rules_are_applied_to_what_the_replicas_report(tmp_path: Path)
         assert (await server.signal({"identity": "x", **on("a")})).status_code == 200
         assert refusal(await server.signal({"identity": "a", **on("x")})) == (400, previous)
 
-    serve(tmp_path, work)
 
-
-def test_the_limit_of_a_chain_is_a_setting(tmp_path: Path) -> None:
-    async def work(server: Server) -> None:
+async def test_the_limit_of_a_chain_is_a_setting(tmp_path: Path) -> None:
+    async with serve(tmp_path) as server:
         apis = hotload_apis(server.ledger, server.deployments, chain_max=1)
         app = control_app(server.deployments, GatewayMetrics(server.deployments), apis=apis)
         server.http._transport.app = app  # type: ignore[attr-defined]
@@ -98,13 +94,11 @@ def test_the_limit_of_a_chain_is_a_setting(tmp_path: Path) -> None:
         assert response.status_code == 400
         assert "at most 1 are allowed; publish a full snapshot" in response.json()["error"]["message"]
 
-    serve(tmp_path, work)
 
-
-def test_a_signal_on_a_full_chain_may_come_again_once_whole_files_are_there(tmp_path: Path) -> None:
+async def test_a_signal_on_a_full_chain_may_come_again_once_whole_files_are_there(tmp_path: Path) -> None:
     """The trainer was faster than its replicas. Nothing of the signal is wrong, so a client that heeds statuses repeats it."""
 
-    async def work(server: Server) -> None:
+    async with serve(tmp_path) as server:
         apis = hotload_apis(server.ledger, server.deployments, chain_max=1, rebase_after=1)
         app = control_app(server.deployments, GatewayMetrics(server.deployments), apis=apis)
         server.http._transport.app = app  # type: ignore[attr-defined]
@@ -122,11 +116,9 @@ def test_a_signal_on_a_full_chain_may_come_again_once_whole_files_are_there(tmp_
         assert desired is not None
         assert [link.url.rpartition("/")[2] for link in desired.files] == ["b.full", "x"]
 
-    serve(tmp_path, work)
 
-
-def test_fields_to_ignore_reach_the_replicas(tmp_path: Path) -> None:
-    async def work(server: Server) -> None:
+async def test_fields_to_ignore_reach_the_replicas(tmp_path: Path) -> None:
+    async with serve(tmp_path) as server:
         await server.signal({"identity": "a", "validation": {"extra_fields_ignore": ["rope_scaling", "x"]}})
         desired = await server.desired()
         assert desired is not None
@@ -134,11 +126,9 @@ def test_fields_to_ignore_reach_the_replicas(tmp_path: Path) -> None:
         row = (await server.http.get(LEDGER_PATH)).json()["snapshots"][0]
         assert row["extra_fields_ignore"] == ["rope_scaling", "x"]
 
-    serve(tmp_path, work)
 
-
-def test_a_source_url_is_taken_inside_the_allowed_buckets_only(tmp_path: Path) -> None:
-    async def work(server: Server) -> None:
+async def test_a_source_url_is_taken_inside_the_allowed_buckets_only(tmp_path: Path) -> None:
+    async with serve(tmp_path) as server:
         elsewhere = tmp_path / "else where"
         (elsewhere / "job 1" / "s").mkdir(parents=True)
         (elsewhere / "job 1" / "s" / "config.json").write_text("{}")
@@ -157,8 +147,6 @@ def test_a_source_url_is_taken_inside_the_allowed_buckets_only(tmp_path: Path) -
         up = f"{elsewhere.as_uri()}/..%2f..%2fetc"
         response = await server.http.post(HOT_LOAD_PATH, json={"identity": "mine"}, headers={SOURCE: up})
         assert refusal(response) == (400, SOURCE)
-
-    serve(tmp_path, work)
 
 
 class FakeReplica:
@@ -180,8 +168,8 @@ class FakeReplica:
         writer.close()
 
 
-def test_a_hint_reaches_every_replica_and_changes_nothing_that_is_desired(tmp_path: Path) -> None:
-    async def work(server: Server) -> None:
+async def test_a_hint_reaches_every_replica_and_changes_nothing_that_is_desired(tmp_path: Path) -> None:
+    async with serve(tmp_path) as server:
         replicas = [FakeReplica(), FakeReplica("503 Busy")]
         members = [(f"r{i}", await replica.start()) for i, replica in enumerate(replicas)]
         server.replicas.facts.set_members([*members, ("gone", "http://127.0.0.1:9")])
@@ -197,8 +185,6 @@ def test_a_hint_reaches_every_replica_and_changes_nothing_that_is_desired(tmp_pa
         assert await server.desired() is None
         assert await server.ledger.snapshots(DEPLOYMENT) == []
 
-    serve(tmp_path, work)
-
 
 @pytest.mark.parametrize(
     ("body", "headers", "status", "param", "words"),
@@ -211,19 +197,17 @@ def test_a_hint_reaches_every_replica_and_changes_nothing_that_is_desired(tmp_pa
         ({"identity": "a", "file": "config.json"}, {"fireworks-model": "other"}, 404, "fireworks-model", "other"),
     ],
 )  # fmt: skip
-def test_a_hint_that_cannot_be_followed_is_refused(
+async def test_a_hint_that_cannot_be_followed_is_refused(
     tmp_path: Path, body: Any, headers: dict[str, str], status: int, param: str, words: str
 ) -> None:
-    async def work(server: Server) -> None:
+    async with serve(tmp_path) as server:
         response = await server.http.post(HINT_PATH, json=body, headers=headers)
         assert refusal(response) == (status, param)
         assert words in response.json()["error"]["message"]
 
-    serve(tmp_path, work)
 
-
-def test_a_reset_forgets_everything_and_the_next_signal_must_be_full(tmp_path: Path) -> None:
-    async def work(server: Server) -> None:
+async def test_a_reset_forgets_everything_and_the_next_signal_must_be_full(tmp_path: Path) -> None:
+    async with serve(tmp_path) as server:
         assert (await server.http.delete(LEDGER_PATH)).json() == {
             "desired_snapshot_identity": "base",
             "generation": 0,
@@ -246,11 +230,9 @@ def test_a_reset_forgets_everything_and_the_next_signal_must_be_full(tmp_path: P
         assert (await server.http.delete(f"/v1/{DEPLOYMENT}x/ledger")).status_code == 404
         await server.reconciler.settle()
 
-    serve(tmp_path, work)
 
-
-def test_who_names_the_desired_snapshot_is_ready_only_when_that_is_proved(tmp_path: Path) -> None:
-    async def work(server: Server) -> None:
+async def test_who_names_the_desired_snapshot_is_ready_only_when_that_is_proved(tmp_path: Path) -> None:
+    async with serve(tmp_path) as server:
         await server.signal({"identity": "a"})
         server.report(0, snapshot="a", generation=1, stage=Stage.CHECKING, target="a")
         server.report(1, snapshot="a", generation=1, transitions=ready("a", 1))
@@ -265,11 +247,9 @@ def test_who_names_the_desired_snapshot_is_ready_only_when_that_is_proved(tmp_pa
             row for row in await server.rows() if row["current_snapshot_identity"] == "a" and row["readiness"]
         ]
 
-    serve(tmp_path, work)
 
-
-def test_a_replica_that_is_out_shows_why(tmp_path: Path) -> None:
-    async def work(server: Server) -> None:
+async def test_a_replica_that_is_out_shows_why(tmp_path: Path) -> None:
+    async with serve(tmp_path) as server:
         await server.signal({"identity": "a"})
         for i in range(3):
             server.report(i, snapshot="a", generation=2, transitions=ready("a", 1))
@@ -290,5 +270,3 @@ def test_a_replica_that_is_out_shows_why(tmp_path: Path) -> None:
             "it differs still",
         )
         await server.reconciler.settle()
-
-    serve(tmp_path, work)

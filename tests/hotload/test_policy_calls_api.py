@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -48,19 +48,19 @@ class PolicyServer(Server):
         return [policy.policy for policy in self.deployments.policies()]
 
 
-def serve(path: Path, work: Callable[[PolicyServer], Awaitable[None]]) -> None:
-    async def run() -> None:
-        server = PolicyServer(path)
-        try:
-            await server.ledger.ensure_deployment(
-                DEPLOYMENT, server.deployments.default.model, server.bucket.as_uri(), "ASYNC"
-            )
-            await work(server)
-        finally:
-            await server.http.aclose()
-            server.ledger.close()
-
-    asyncio.run(run())
+@asynccontextmanager
+async def serve(
+    path: Path,
+) -> AsyncIterator[PolicyServer]:
+    server = PolicyServer(path)
+    try:
+        await server.ledger.ensure_deployment(
+            DEPLOYMENT, server.deployments.default.model, server.bucket.as_uri(), "ASYNC"
+        )
+        yield server
+    finally:
+        await server.http.aclose()
+        server.ledger.close()
 
 
 def refused(answer: httpx.Response) -> tuple[int, str | None]:
@@ -68,12 +68,12 @@ def refused(answer: httpx.Response) -> tuple[int, str | None]:
 
 
 @pytest.mark.parametrize("step", ["state", "signal"])
-def test_a_signal_that_the_end_of_its_policy_overtakes_is_a_conflict(
+async def test_a_signal_that_the_end_of_its_policy_overtakes_is_a_conflict(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
     """A 404 would say that the policy was never there."""
 
-    async def work(server: PolicyServer) -> None:
+    async with serve(tmp_path) as server:
         write_adapter(server, "v1")
         name = f"{DEPLOYMENT}{POLICY_INFIX}red"
         body = {"identity": "v1", "policy": "red"}
@@ -90,11 +90,9 @@ def test_a_signal_that_the_end_of_its_policy_overtakes_is_a_conflict(
         assert refused(answer) == (409, "policy")
         assert "is being ended" in answer.json()["error"]["message"]
 
-    serve(tmp_path, work)
 
-
-def test_a_fork_that_cannot_be_leaves_no_policy(tmp_path: Path) -> None:
-    async def work(server: PolicyServer) -> None:
+async def test_a_fork_that_cannot_be_leaves_no_policy(tmp_path: Path) -> None:
+    async with serve(tmp_path) as server:
         assert (await server.http.post(POLICIES, json={"policy": "red"})).status_code == 200
         answer = await server.http.post(POLICIES, json={"policy": "blue", "from": "red"})
         assert refused(answer) == (409, "from")
@@ -102,11 +100,11 @@ def test_a_fork_that_cannot_be_leaves_no_policy(tmp_path: Path) -> None:
         assert refused(answer)[0] == 404
         assert server.policies == ["red"]
 
-    serve(tmp_path, work)
 
-
-def test_a_fork_of_files_that_are_gone_leaves_no_policy_and_a_fork_of_files_does(tmp_path: Path) -> None:
-    async def work(server: PolicyServer) -> None:
+async def test_a_fork_of_files_that_are_gone_leaves_no_policy_and_a_fork_of_files_does(
+    tmp_path: Path,
+) -> None:
+    async with serve(tmp_path) as server:
         for name in ("red", "green"):
             assert (await server.http.post(POLICIES, json={"policy": name})).status_code == 200
         assert (await server.signal({"identity": "a", "policy": "red"})).status_code == 200
@@ -117,16 +115,14 @@ def test_a_fork_of_files_that_are_gone_leaves_no_policy_and_a_fork_of_files_does
             assert answer.status_code == 400, answer.text
         assert server.policies == ["blue", "green", "red"]
 
-    serve(tmp_path, work)
-
 
 @pytest.mark.parametrize("path", [*LOADS, ADDONS])
-def test_a_load_that_a_later_one_overtakes_leaves_that_ones_policy(
+async def test_a_load_that_a_later_one_overtakes_leaves_that_ones_policy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
     """A trainer's first step is still on its way when its second one comes."""
 
-    async def work(server: PolicyServer) -> None:
+    async with serve(tmp_path) as server:
         for name in ("red", "v2"):
             write_adapter(server, name)
         real, later = server.ledger.signal, [{"identity": "v2", "policy": "red"}]
@@ -145,13 +141,11 @@ def test_a_load_that_a_later_one_overtakes_leaves_that_ones_policy(
         assert server.policies == ["red"]
         assert (await server.ledger.state(f"{DEPLOYMENT}{POLICY_INFIX}red")).snapshot == "v2"
 
-    serve(tmp_path, work)
 
-
-def test_a_fork_that_fails_leaves_the_policy_that_another_call_signalled_meanwhile(
+async def test_a_fork_that_fails_leaves_the_policy_that_another_call_signalled_meanwhile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def work(server: PolicyServer) -> None:
+    async with serve(tmp_path) as server:
         write_adapter(server, "v2")
         assert (await server.signal({"identity": "a", "policy": "red"})).status_code == 200
         real, later = server.ledger.signal, [{"identity": "v2", "policy": "blue"}]
@@ -166,8 +160,6 @@ def test_a_fork_that_fails_leaves_the_policy_that_another_call_signalled_meanwhi
         answer = await server.http.post(POLICIES, json={"policy": "blue", "from": "red"})
         assert refused(answer)[0] == 503, answer.text
         assert server.policies == ["blue", "red"]
-
-    serve(tmp_path, work)
 
 
 GOOD = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj"]}
@@ -189,12 +181,12 @@ GOOD = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["q_pro
         (None, "is not valid JSON"),
     ],
 )
-def test_an_adapter_that_no_engine_takes_is_refused_at_the_signal(
+async def test_an_adapter_that_no_engine_takes_is_refused_at_the_signal(
     tmp_path: Path, said: dict[str, Any] | None, words: str
 ) -> None:
     """With the words that replicas have for it; and nothing is made for it."""
 
-    async def work(server: PolicyServer) -> None:
+    async with serve(tmp_path) as server:
         write_adapter(server, "red-1", "{" if said is None else json.dumps({**GOOD, **said}))
         answer = await server.signal({"identity": "red-1", "policy": "red"})
         assert refused(answer) == (400, "identity"), answer.text
@@ -210,8 +202,6 @@ def test_an_adapter_that_no_engine_takes_is_refused_at_the_signal(
         assert (await server.signal({"identity": "red-2", "policy": "red"})).status_code == 200
         assert server.policies == ["red"]
 
-    serve(tmp_path, work)
-
 
 @pytest.mark.parametrize(
     ("name", "instead"),
@@ -221,10 +211,10 @@ def test_an_adapter_that_no_engine_takes_is_refused_at_the_signal(
         ("adapter_config.json", "config.json"),
     ],
 )
-def test_an_adapter_of_which_a_file_is_not_there_is_refused_at_the_signal(
+async def test_an_adapter_of_which_a_file_is_not_there_is_refused_at_the_signal(
     tmp_path: Path, name: str, instead: str
 ) -> None:
-    async def work(server: PolicyServer) -> None:
+    async with serve(tmp_path) as server:
         write_adapter(server, "red-1", json.dumps(GOOD))
         directory = server.bucket / "red-1"
         (directory / name).rename(directory / instead)
@@ -238,12 +228,12 @@ def test_an_adapter_of_which_a_file_is_not_there_is_refused_at_the_signal(
             assert message.startswith(f"lora_path: no adapter is there: {name}: is not there"), message
         assert server.policies == []
 
-    serve(tmp_path, work)
-
 
 @pytest.mark.parametrize("path", LOADS)
-def test_a_name_that_no_adapter_can_have_is_refused_by_the_calls_own_field(tmp_path: Path, path: str) -> None:
-    async def work(server: PolicyServer) -> None:
+async def test_a_name_that_no_adapter_can_have_is_refused_by_the_calls_own_field(
+    tmp_path: Path, path: str
+) -> None:
+    async with serve(tmp_path) as server:
         for name, status in (("-x", 400), ("tiny-moe", 409)):
             told = {"lora_name": name, "lora_path": str(server.bucket / "a")}
             answer = await server.http.post(path, json=told)
@@ -253,8 +243,6 @@ def test_a_name_that_no_adapter_can_have_is_refused_by_the_calls_own_field(tmp_p
             assert refused(answer) == (status, "model")
             assert answer.json()["error"]["message"].startswith("model: ")
         assert server.policies == []
-
-    serve(tmp_path, work)
 
 
 @pytest.mark.parametrize(
@@ -290,26 +278,24 @@ def test_a_name_that_no_adapter_can_have_is_refused_by_the_calls_own_field(tmp_p
         ("POST", POLICIES, {"policy": "red", "colour": 1}, "colour"),
     ],
 )
-def test_a_field_of_another_kind_is_refused_by_its_name(
+async def test_a_field_of_another_kind_is_refused_by_its_name(
     tmp_path: Path, method: str, path: str, body: Any, param: str
 ) -> None:
-    async def work(server: PolicyServer) -> None:
+    async with serve(tmp_path) as server:
         answer = await server.http.request(method, path, json=body)
         assert refused(answer) == (400, param)
         message = answer.json()["error"]["message"]
         assert message.startswith(f"{param}") or f"'{param}'" in message
         assert server.policies == []
 
-    serve(tmp_path, work)
-
 
 @pytest.mark.parametrize(
     ("path", "param"), [("/update_weights", "weight_dir"), ("/update_weights_from_disk", "model_path")]
 )
-def test_a_directory_without_files_is_refused_by_the_calls_own_field(
+async def test_a_directory_without_files_is_refused_by_the_calls_own_field(
     tmp_path: Path, path: str, param: str
 ) -> None:
-    async def work(server: PolicyServer) -> None:
+    async with serve(tmp_path) as server:
         answer = await server.http.post(path, json={param: str(server.bucket / "nothing")})
         assert refused(answer) == (400, param)
         assert "write the snapshot, then signal it" in answer.json()["error"]["message"]
@@ -319,25 +305,25 @@ def test_a_directory_without_files_is_refused_by_the_calls_own_field(
         answer = await server.signal({"identity": "x"}, x_fireworks_hot_load_source_url=place)
         assert refused(answer) == (400, "identity")
 
-    serve(tmp_path, work)
-
 
 @pytest.mark.parametrize("body", [{}, {"frozen": False}, {"frozen": True}], ids=str)
-def test_a_policy_that_another_gateway_removed_is_made_anew(tmp_path: Path, body: dict[str, Any]) -> None:
-    async def work(server: PolicyServer) -> None:
+async def test_a_policy_that_another_gateway_removed_is_made_anew(
+    tmp_path: Path, body: dict[str, Any]
+) -> None:
+    async with serve(tmp_path) as server:
         assert (await server.http.post(POLICIES, json={"policy": "red"})).status_code == 200
         await server.ledger.delete_deployment(f"{DEPLOYMENT}{POLICY_INFIX}red")
         answer = await server.http.post(POLICIES, json={"policy": "red", **body})
         assert (answer.status_code, answer.json()["frozen"]) == (200, body.get("frozen", False)), answer.text
-
-    serve(tmp_path, work)
 
 
 @pytest.mark.parametrize(
     "call",
     ["GET", "DELETE", "status", "hint", "fork", "unload", "list", "addon GET", "addon PATCH", "addon DELETE"],
 )
-def test_a_policy_that_another_gateway_made_is_found_before_it_is_heard_of(tmp_path: Path, call: str) -> None:
+async def test_a_policy_that_another_gateway_made_is_found_before_it_is_heard_of(
+    tmp_path: Path, call: str
+) -> None:
     async def work(server: PolicyServer) -> None:
         row = await server.ledger.deployment(DEPLOYMENT)
         await server.ledger.create_deployment(
@@ -375,11 +361,12 @@ def test_a_policy_that_another_gateway_made_is_found_before_it_is_heard_of(tmp_p
         none = await server.http.delete(f"{POLICIES}/none")
         assert refused(none) == (404, "policy")
 
-    serve(tmp_path, work)
+    async with serve(tmp_path) as server:
+        await work(server)
 
 
-def test_a_policy_that_ends_says_which_replica_that_waits_for(tmp_path: Path) -> None:
-    async def work(server: PolicyServer) -> None:
+async def test_a_policy_that_ends_says_which_replica_that_waits_for(tmp_path: Path) -> None:
+    async with serve(tmp_path) as server:
         assert (await server.http.post(POLICIES, json={"policy": "red"})).status_code == 200
         facts = server.replicas.facts
         facts.set_members([("replica-0", "http://127.0.0.1:1"), ("lost", "http://127.0.0.1:2")])
@@ -389,11 +376,9 @@ def test_a_policy_that_ends_says_which_replica_that_waits_for(tmp_path: Path) ->
             assert (shown["state"], shown["waits_for"]) == (state, waits)
             await server.ledger.update_deployment(f"{DEPLOYMENT}{POLICY_INFIX}red", deleting=True)
 
-    serve(tmp_path, work)
 
-
-def test_a_list_leaves_out_a_policy_that_goes_while_it_is_made(tmp_path: Path) -> None:
-    async def work(server: PolicyServer) -> None:
+async def test_a_list_leaves_out_a_policy_that_goes_while_it_is_made(tmp_path: Path) -> None:
+    async with serve(tmp_path) as server:
         for name in ("red", "blue"):
             assert (await server.http.post(POLICIES, json={"policy": name})).status_code == 200
         real = server.ledger.listed
@@ -407,11 +392,9 @@ def test_a_list_leaves_out_a_policy_that_goes_while_it_is_made(tmp_path: Path) -
         assert answer.status_code == 200, answer.text
         assert [one["policy"] for one in answer.json()["policies"]] == ["blue"]
 
-    serve(tmp_path, work)
 
-
-def test_pages_of_policies_are_in_the_order_of_names_and_each_is_one_query(tmp_path: Path) -> None:
-    async def work(server: PolicyServer) -> None:
+async def test_pages_of_policies_are_in_the_order_of_names_and_each_is_one_query(tmp_path: Path) -> None:
+    async with serve(tmp_path) as server:
         names = [f"p{number}" for number in range(7)]
         for name in reversed(names):
             assert (await server.http.post(POLICIES, json={"policy": name})).status_code == 200
@@ -438,14 +421,12 @@ def test_pages_of_policies_are_in_the_order_of_names_and_each_is_one_query(tmp_p
         wrong = await server.http.get(POLICIES, params={"pageSize": "x"})
         assert refused(wrong) == (400, "pageSize")
 
-    serve(tmp_path, work)
-
 
 @pytest.mark.parametrize("read", ["deployment", "state"])
-def test_a_policy_that_goes_while_it_is_changed_is_a_conflict(tmp_path: Path, read: str) -> None:
+async def test_a_policy_that_goes_while_it_is_changed_is_a_conflict(tmp_path: Path, read: str) -> None:
     """read: before which of the call's reads another gateway removes it."""
 
-    async def work(server: PolicyServer) -> None:
+    async with serve(tmp_path) as server:
         assert (await server.http.post(POLICIES, json={"policy": "red"})).status_code == 200
         change = server.ledger.update_deployment
 
@@ -465,19 +446,17 @@ def test_a_policy_that_goes_while_it_is_changed_is_a_conflict(tmp_path: Path, re
         answer = await server.http.post(POLICIES, json={"policy": "red", "frozen": False})
         assert refused(answer) == (409, "policy"), answer.text
 
-    serve(tmp_path, work)
-
 
 @pytest.mark.parametrize("body", [{}, {"frozen": True}], ids=str)
-def test_a_policy_that_is_being_ended_is_not_made_or_frozen(tmp_path: Path, body: dict[str, Any]) -> None:
-    async def work(server: PolicyServer) -> None:
+async def test_a_policy_that_is_being_ended_is_not_made_or_frozen(
+    tmp_path: Path, body: dict[str, Any]
+) -> None:
+    async with serve(tmp_path) as server:
         assert (await server.http.post(POLICIES, json={"policy": "red"})).status_code == 200
         # Its replicas have not let it go.
         await server.ledger.update_deployment(f"{DEPLOYMENT}{POLICY_INFIX}red", deleting=True)
         answer = await server.http.post(POLICIES, json={"policy": "red", **body})
         assert refused(answer) == (409, "policy"), answer.text
-
-    serve(tmp_path, work)
 
 
 #: What a caller says of policies beside full weights, whether the policy has a base of its own, and the status. Of a push, too.
@@ -496,12 +475,12 @@ FATES: list[tuple[str | None, bool, int | tuple[int, str]]] = [
 
 
 @pytest.mark.parametrize(("fate", "own_base", "expected"), FATES)
-def test_full_weights_say_what_becomes_of_policies_that_the_engine_allows(
+async def test_full_weights_say_what_becomes_of_policies_that_the_engine_allows(
     tmp_path: Path, fate: str | None, own_base: bool, expected: int | tuple[int, str]
 ) -> None:
     """Without a word they keep their base, or nothing changes for them."""
 
-    async def work(server: PolicyServer) -> None:
+    async with serve(tmp_path) as server:
         features = tuple(name for name in EngineCard().features if own_base or name != "policy_base")
         server.report(0, card=EngineCard(features=features))
         write_adapter(server, "v1")
@@ -512,13 +491,11 @@ def test_full_weights_say_what_becomes_of_policies_that_the_engine_allows(
         listed = (await server.http.get(POLICIES)).json()["policies"]
         assert [policy["state"] for policy in listed] == ([] if fate == "end" else ["READY"])
 
-    serve(tmp_path, work)
 
-
-def test_full_weights_wait_for_an_engines_word_while_there_are_policies(tmp_path: Path) -> None:
+async def test_full_weights_wait_for_an_engines_word_while_there_are_policies(tmp_path: Path) -> None:
     """One that has no base for policies would compute them on the new weights."""
 
-    async def work(server: PolicyServer) -> None:
+    async with serve(tmp_path) as server:
         assert (await server.signal({"identity": "a"})).status_code == 200
         write_adapter(server, "v1")
         assert (await server.signal({"identity": "v1", "policy": "red"})).status_code == 200
@@ -528,14 +505,10 @@ def test_full_weights_wait_for_an_engines_word_while_there_are_policies(tmp_path
             assert "whether its engine keeps a base" in answer.text
         assert (await server.signal({"identity": "b", "policies": "end"})).status_code == 200
 
-    serve(tmp_path, work)
 
-
-def test_a_policys_own_snapshot_says_nothing_of_others(tmp_path: Path) -> None:
-    async def work(server: PolicyServer) -> None:
+async def test_a_policys_own_snapshot_says_nothing_of_others(tmp_path: Path) -> None:
+    async with serve(tmp_path) as server:
         write_adapter(server, "v1")
         answer = await server.signal({"identity": "v1", "policy": "red", "policies": "end"})
         assert refused(answer) == (400, "policies")
         assert server.policies == []
-
-    serve(tmp_path, work)

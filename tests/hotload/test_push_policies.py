@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -54,15 +55,17 @@ class Gateway:
         assert (await send(self.server)).status_code == 200
 
 
-def pushing(path: Path, work: Callable[[Gateway], Awaitable[None]], *, own_base: bool) -> None:
-    serve(path, lambda server: work(Gateway(server, own_base)))
+@asynccontextmanager
+async def pushing(path: Path, *, own_base: bool) -> AsyncIterator[Gateway]:
+    async with serve(path) as server:
+        yield Gateway(server, own_base)
 
 
 @pytest.mark.parametrize(("fate", "own_base", "expected"), [*FATES, ("drop", True, (400, "policies"))])
-def test_a_push_says_what_becomes_of_policies_as_a_signal_does_and_before_a_byte_moves(
+async def test_a_push_says_what_becomes_of_policies_as_a_signal_does_and_before_a_byte_moves(
     tmp_path: Path, fate: str | None, own_base: bool, expected: int | tuple[int, str]
 ) -> None:
-    async def work(gateway: Gateway) -> None:
+    async with pushing(tmp_path, own_base=own_base) as gateway:
         await gateway.policy("red")
         assert (await gateway.post("/init_weight_transfer_engine", **INIT)).status_code == 200
         answer = await gateway.post(START, **({} if fate is None else {"policies": fate}))
@@ -77,22 +80,18 @@ def test_a_push_says_what_becomes_of_policies_as_a_signal_does_and_before_a_byte
         # A call that was refused ended nothing: the same group may begin an update.
         assert (await gateway.post(START, policies="end")).status_code == 200
 
-    pushing(tmp_path, work, own_base=own_base)
 
-
-def test_the_last_call_may_say_something_else_than_the_first(tmp_path: Path) -> None:
-    async def work(gateway: Gateway) -> None:
+async def test_the_last_call_may_say_something_else_than_the_first(tmp_path: Path) -> None:
+    async with pushing(tmp_path, own_base=False) as gateway:
         await gateway.policy("red")
         await gateway.sent(policies="rebase")
         assert refused(await gateway.post(FINISH, policies="keep")) == (400, "policies")
         assert (await gateway.post(FINISH, policies="end")).status_code == 200
         assert await gateway.states() == []
 
-    pushing(tmp_path, work, own_base=False)
 
-
-def test_a_policy_that_is_made_in_an_update_refuses_it_and_loses_no_weights(tmp_path: Path) -> None:
-    async def work(gateway: Gateway) -> None:
+async def test_a_policy_that_is_made_in_an_update_refuses_it_and_loses_no_weights(tmp_path: Path) -> None:
+    async with pushing(tmp_path, own_base=False) as gateway:
         await gateway.sent()
         await gateway.policy("red")
         answer = await gateway.post(FINISH, weight_version="7")
@@ -104,11 +103,9 @@ def test_a_policy_that_is_made_in_an_update_refuses_it_and_loses_no_weights(tmp_
         assert (answer.status_code, answer.json()["weight_version"]) == (200, "7"), answer.text
         assert await gateway.states() == ["READY"]
 
-    pushing(tmp_path, work, own_base=False)
 
-
-def test_a_finish_that_is_repeated_says_the_same_of_policies(tmp_path: Path) -> None:
-    async def work(gateway: Gateway) -> None:
+async def test_a_finish_that_is_repeated_says_the_same_of_policies(tmp_path: Path) -> None:
+    async with pushing(tmp_path, own_base=False) as gateway:
         await gateway.sent()
         first = await gateway.post(FINISH, weight_version="7", policies="rebase")
         # It was made behind the commit. The answer to that may have been lost.
@@ -121,16 +118,12 @@ def test_a_finish_that_is_repeated_says_the_same_of_policies(tmp_path: Path) -> 
         assert "was finished with rebase, not end" in answer.text
         assert await gateway.states() == ["READY"]
 
-    pushing(tmp_path, work, own_base=False)
 
-
-def test_a_push_waits_for_an_engines_word_while_there_are_policies(tmp_path: Path) -> None:
-    async def work(server: PolicyServer) -> None:
+async def test_a_push_waits_for_an_engines_word_while_there_are_policies(tmp_path: Path) -> None:
+    async with serve(tmp_path) as server:
         write_adapter(server, "v1")
         assert (await server.signal({"identity": "v1", "policy": "red"})).status_code == 200
         answer = await asyncio.wait_for(server.http.post(START), 60)
         assert answer.status_code == 503
         assert "whether its engine keeps a base" in answer.text
         assert (await server.ledger.transfer(DEPLOYMENT)) is None
-
-    serve(tmp_path, work)

@@ -13,7 +13,7 @@ from midstream.ledger import Ledger, LedgerUnavailable
 pytestmark = pytest.mark.slow
 
 
-def test_a_signal_is_refused_after_one_limit_and_taken_when_the_database_is_heard_again(
+async def test_a_signal_is_refused_after_one_limit_and_taken_when_the_database_is_heard_again(
     tmp_path: Path,
     postgres_process: Postgres,
     postgres_url: str,
@@ -56,4 +56,5 @@ def test_a_signal_is_refused_after_one_limit_and_taken_when_the_database_is_hear
         assert (desired.snapshot, desired.generation) == ("b", 2)
 
     url = postgres_url.replace(f":{postgres_process.port}/", f":{wire.port}/")
-    serve(tmp_path, work, url)
+    async with serve(tmp_path, url) as server:
+        await work(server)

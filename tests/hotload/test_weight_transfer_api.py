@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -83,18 +84,14 @@ class Replicas:
         return [(name, order) for name, order, _ in self.orders if isinstance(order, kind)]
 
 
-def pushing(
-    path: Path, work: Callable[[Server, Replicas], Awaitable[None]], ranks: tuple[int, ...] = ()
-) -> None:
+@asynccontextmanager
+async def pushing(path: Path, ranks: tuple[int, ...] = ()) -> AsyncIterator[tuple[Server, Replicas]]:
     """ranks: of the replicas' engines, which take weights in place by NCCL; (): they have receivers."""
-
-    async def run(server: Server) -> None:
+    async with serve(path) as server:
         replicas = Replicas(server)
         for index, count in enumerate(ranks):
             server.report(index, card=EngineCard(kind="vllm", weight_transfer="nccl", ranks=count))
-        await work(server, replicas)
-
-    serve(path, run)
+        yield server, replicas
 
 
 async def begin(server: Server) -> None:
@@ -107,8 +104,8 @@ async def send(server: Server, info: Any = SENT) -> Any:
     return await server.http.post("/update_weights", json={"update_info": info})
 
 
-def test_the_four_calls_of_vllms_client_make_a_snapshot_that_serves(tmp_path: Path) -> None:
-    async def work(server: Server, replicas: Replicas) -> None:
+async def test_the_four_calls_of_vllms_client_make_a_snapshot_that_serves(tmp_path: Path) -> None:
+    async with pushing(tmp_path) as (server, replicas):
         answer = await server.http.post("/init_weight_transfer_engine", json=INIT)
         told = answer.json()
         assert (told["message"], told["world_size"]) == ("Weight transfer initialized", 4)
@@ -145,11 +142,9 @@ def test_the_four_calls_of_vllms_client_make_a_snapshot_that_serves(tmp_path: Pa
         assert answer.json() == {"message": "Weight transfer shut down"}
         assert len(replicas.of(LeaveGroup)) == 3
 
-    pushing(tmp_path, work)
 
-
-def test_a_version_and_a_cache_policy_are_those_of_the_signal(tmp_path: Path) -> None:
-    async def work(server: Server, replicas: Replicas) -> None:
+async def test_a_version_and_a_cache_policy_are_those_of_the_signal(tmp_path: Path) -> None:
+    async with pushing(tmp_path) as (server, _replicas):
         await begin(server)
         await send(server)
         path = "/finish_weight_update?reset_prompt_cache=new_session"
@@ -165,13 +160,12 @@ def test_a_version_and_a_cache_policy_are_those_of_the_signal(tmp_path: Path) ->
         assert desired is not None
         assert (desired.snapshot, desired.reset_prompt_cache) == ("step-7", "new_session")
 
-    pushing(tmp_path, work)
 
-
-def test_a_version_that_means_other_weights_is_refused_and_another_call_to_finish_mends_it(
+async def test_a_version_that_means_other_weights_is_refused_and_another_call_to_finish_mends_it(
     tmp_path: Path,
 ) -> None:
-    async def work(server: Server, replicas: Replicas) -> None:
+    async with pushing(tmp_path) as (server, replicas):
+
         async def finish(version: str, **headers: str) -> Any:
             named = {name.replace("_", "-"): value for name, value in headers.items()}
             asked = server.http.post("/finish_weight_update", json={"weight_version": version}, headers=named)
@@ -203,11 +197,10 @@ def test_a_version_that_means_other_weights_is_refused_and_another_call_to_finis
         assert last is not None
         assert (last.snapshot, last.content, replicas.of(Drop)) == ("7", replicas.content, [])
 
-    pushing(tmp_path, work)
 
+async def test_a_name_is_looked_at_before_a_tensor_moves_where_the_start_has_it(tmp_path: Path) -> None:
+    async with pushing(tmp_path) as (server, _replicas):
 
-def test_a_name_is_looked_at_before_a_tensor_moves_where_the_start_has_it(tmp_path: Path) -> None:
-    async def work(server: Server, replicas: Replicas) -> None:
         async def start(version: Any) -> Any:
             return await server.http.post("/start_weight_update", json={"weight_version": version})
 
@@ -234,11 +227,9 @@ def test_a_name_is_looked_at_before_a_tensor_moves_where_the_start_has_it(tmp_pa
         assert bad(answer) == (400, "weight_version")
         assert "was signalled before" in answer.text
 
-    pushing(tmp_path, work)
 
-
-def test_a_deployment_that_takes_no_signals_takes_no_update(tmp_path: Path) -> None:
-    async def work(server: Server, replicas: Replicas) -> None:
+async def test_a_deployment_that_takes_no_signals_takes_no_update(tmp_path: Path) -> None:
+    async with pushing(tmp_path) as (server, replicas):
         await begin(server)
         await send(server)
         await server.ledger.update_deployment(DEPLOYMENT, fields={"enableHotLoad": False})
@@ -247,14 +238,12 @@ def test_a_deployment_that_takes_no_signals_takes_no_update(tmp_path: Path) -> N
             assert bad(await server.http.post(path)) == (400, "enableHotLoad")
         assert (await server.desired(), replicas.of(Finish), len(replicas.of(Begin))) == (None, [], 3)
 
-    pushing(tmp_path, work)
-
 
 @pytest.mark.parametrize(("refused", "status"), [(1, 400), (0, 503)])
-def test_a_replica_that_cannot_load_is_said_and_whether_the_weights_are_at_fault(
+async def test_a_replica_that_cannot_load_is_said_and_whether_the_weights_are_at_fault(
     tmp_path: Path, refused: int, status: int
 ) -> None:
-    async def work(server: Server, replicas: Replicas) -> None:
+    async with pushing(tmp_path) as (server, _replicas):
         await begin(server)
         await send(server)
         asked = asyncio.create_task(server.http.post("/finish_weight_update", json={"weight_version": "7"}))
@@ -267,8 +256,6 @@ def test_a_replica_that_cannot_load_is_said_and_whether_the_weights_are_at_fault
         more = "" if refused else "; push it again"
         assert answer.status_code == status
         assert answer.json()["error"]["message"] == f"replica-1 could not load '7': {why}{more}"
-
-    pushing(tmp_path, work)
 
 
 @pytest.mark.parametrize(
@@ -287,16 +274,14 @@ def test_a_replica_that_cannot_load_is_said_and_whether_the_weights_are_at_fault
         ({"backend": "nccl"}, "init_info.backend"),
     ],
 )
-def test_an_init_that_does_not_fit_names_the_field_and_forms_no_group(
+async def test_an_init_that_does_not_fit_names_the_field_and_forms_no_group(
     tmp_path: Path, change: dict[str, Any], param: str
 ) -> None:
-    async def work(server: Server, replicas: Replicas) -> None:
+    async with pushing(tmp_path) as (server, replicas):
         body = {"init_info": INIT["init_info"] | change}
         status, field = bad(await server.http.post("/init_weight_transfer_engine", json=body))
         assert (status, field) == (409 if change == {"world_size": 3} else 400, param)
         assert (replicas.orders, await server.ledger.transfer(DEPLOYMENT)) == ([], None)
-
-    pushing(tmp_path, work)
 
 
 @pytest.mark.parametrize(
@@ -314,21 +299,19 @@ def test_an_init_that_does_not_fit_names_the_field_and_forms_no_group(
         ("x", "update_info"),
     ],
 )
-def test_tensors_that_cannot_be_read_are_refused_by_name_and_end_the_group(
+async def test_tensors_that_cannot_be_read_are_refused_by_name_and_end_the_group(
     tmp_path: Path, info: Any, param: str
 ) -> None:
-    async def work(server: Server, replicas: Replicas) -> None:
+    async with pushing(tmp_path) as (server, replicas):
         await begin(server)
         assert bad(await send(server, info)) == (400, param)
         assert (replicas.of(Receive), len(replicas.of(LeaveGroup))) == ([], 3)
         assert await server.ledger.transfer(DEPLOYMENT) is None
         assert (await server.http.post("/finish_weight_update")).status_code == 409
 
-    pushing(tmp_path, work)
 
-
-def test_a_refusal_of_a_replica_is_the_trainers_and_names_its_field(tmp_path: Path) -> None:
-    async def work(server: Server, replicas: Replicas) -> None:
+async def test_a_refusal_of_a_replica_is_the_trainers_and_names_its_field(tmp_path: Path) -> None:
+    async with pushing(tmp_path) as (server, replicas):
         replicas.refusals[Check] = InvalidRequest(
             "update_info.names: 'a' is unknown", param="update_info.names"
         )
@@ -340,11 +323,9 @@ def test_a_refusal_of_a_replica_is_the_trainers_and_names_its_field(tmp_path: Pa
         )
         assert replicas.of(Receive) == []
 
-    pushing(tmp_path, work)
 
-
-def test_calls_out_of_order_and_draft_updates_say_what_to_do(tmp_path: Path) -> None:
-    async def work(server: Server, replicas: Replicas) -> None:
+async def test_calls_out_of_order_and_draft_updates_say_what_to_do(tmp_path: Path) -> None:
+    async with pushing(tmp_path) as (server, replicas):
         for path in ("/start_weight_update", "/finish_weight_update"):
             answer = await server.http.post(path)
             assert answer.status_code == 409
@@ -357,11 +338,9 @@ def test_calls_out_of_order_and_draft_updates_say_what_to_do(tmp_path: Path) -> 
         assert (await server.http.post("/shutdown_weight_transfer_engine")).status_code == 200
         assert replicas.orders == []
 
-    pushing(tmp_path, work)
 
-
-def test_a_start_takes_the_flag_of_older_clients_where_it_says_what_is_so(tmp_path: Path) -> None:
-    async def work(server: Server, replicas: Replicas) -> None:
+async def test_a_start_takes_the_flag_of_older_clients_where_it_says_what_is_so(tmp_path: Path) -> None:
+    async with pushing(tmp_path) as (server, _replicas):
         await server.http.post("/init_weight_transfer_engine", json=INIT)
         for body in ({"is_checkpoint_format": True}, {"is_checkpoint_format": None}, {}):
             answer = await server.http.post("/start_weight_update", json=body)
@@ -372,25 +351,25 @@ def test_a_start_takes_the_flag_of_older_clients_where_it_says_what_is_so(tmp_pa
         # No tensor moves before a start was answered, so the group stays.
         assert (await server.http.post("/start_weight_update")).json()["update"] == 4
 
-    pushing(tmp_path, work)
 
-
-def test_an_update_that_is_too_long_ends_the_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_update_that_is_too_long_ends_the_group(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(trainer_calls, "UPDATE_BODY_BYTES", 1000)
 
-    async def work(server: Server, replicas: Replicas) -> None:
+    async with pushing(tmp_path) as (server, replicas):
         await begin(server)
         answer = await send(server, {**SENT, "names": ["a" * 1000]})
         assert answer.status_code == 400
         assert "must be at most 1000 bytes. The group has ended" in answer.json()["error"]["message"]
         assert (len(replicas.of(LeaveGroup)), await server.ledger.transfer(DEPLOYMENT)) == (3, None)
 
-    pushing(tmp_path, work)
-
 
 @pytest.mark.parametrize("manifest", [False, True])
-def test_a_version_under_which_the_bucket_has_other_files_is_refused(tmp_path: Path, manifest: bool) -> None:
-    async def work(server: Server, replicas: Replicas) -> None:
+async def test_a_version_under_which_the_bucket_has_other_files_is_refused(
+    tmp_path: Path, manifest: bool
+) -> None:
+    async with pushing(tmp_path) as (server, _replicas):
         there = server.bucket / "7"
         there.mkdir(parents=True)
         (there / "model.safetensors").write_bytes(b"y" * (12 if manifest else 13))
@@ -417,11 +396,9 @@ def test_a_version_under_which_the_bucket_has_other_files_is_refused(tmp_path: P
         asked = server.http.post("/finish_weight_update", json={"weight_version": "7"})
         assert (await while_three_load(server, asked)).status_code == 200
 
-    pushing(tmp_path, work)
 
-
-def test_each_engine_gets_its_own_ranks_and_all_else_as_the_trainer_said_it(tmp_path: Path) -> None:
-    async def work(server: Server, replicas: Replicas) -> None:
+async def test_each_engine_gets_its_own_ranks_and_all_else_as_the_trainer_said_it(tmp_path: Path) -> None:
+    async with pushing(tmp_path, (4, 1, 2)) as (server, replicas):
         assert (await server.http.get("/get_world_size")).json() == {"world_size": 7}
         answer = await server.http.post("/init_weight_transfer_engine", json={"init_info": NCCL})
         assert (answer.json()["world_size"], answer.json()["ranks"]) == (
@@ -449,8 +426,6 @@ def test_each_engine_gets_its_own_ranks_and_all_else_as_the_trainer_said_it(tmp_
         assert second == [info, [{"rank": 5}, {"rank": 6}]]
         assert len(replicas.of(CheckInPlace)) == 6
 
-    pushing(tmp_path, work, (4, 1, 2))
-
 
 @pytest.mark.parametrize(
     ("init", "status", "param", "words"),
@@ -461,17 +436,15 @@ def test_each_engine_gets_its_own_ranks_and_all_else_as_the_trainer_said_it(tmp_
         ([NCCL], 400, "init_info", "must be an object"),
     ],
 )  # fmt: skip
-def test_a_world_that_the_engines_do_not_fit_is_said_with_the_size(
+async def test_a_world_that_the_engines_do_not_fit_is_said_with_the_size(
     tmp_path: Path, init: Any, status: int, param: str, words: str
 ) -> None:
-    async def work(server: Server, replicas: Replicas) -> None:
+    async with pushing(tmp_path, (4, 1, 2)) as (server, replicas):
         answer = await server.http.post("/init_weight_transfer_engine", json={"init_info": init})
         error = answer.json()["error"]
         assert (answer.status_code, error["param"]) == (status, param)
         assert words in error["message"]
         assert not replicas.orders
-
-    pushing(tmp_path, work, (4, 1, 2))
 
 
 @pytest.mark.parametrize(
@@ -482,8 +455,8 @@ def test_a_world_that_the_engines_do_not_fit_is_said_with_the_size(
         ([{"names": ["a"]}] * 3, "update_info"),
     ],
 )
-def test_what_is_not_passed_on_ends_the_group_by_name(tmp_path: Path, info: Any, param: str) -> None:
-    async def work(server: Server, replicas: Replicas) -> None:
+async def test_what_is_not_passed_on_ends_the_group_by_name(tmp_path: Path, info: Any, param: str) -> None:
+    async with pushing(tmp_path, (4, 1, 2)) as (server, replicas):
         await server.http.post("/init_weight_transfer_engine", json={"init_info": NCCL})
         await server.http.post("/start_weight_update")
         answer = await send(server, info)
@@ -492,11 +465,10 @@ def test_what_is_not_passed_on_ends_the_group_by_name(tmp_path: Path, info: Any,
         assert not replicas.of(ReceiveInPlace)
         assert len(replicas.of(LeaveGroup)) == 3
 
-    pushing(tmp_path, work, (4, 1, 2))
 
+async def test_a_deployment_whose_swaps_wait_for_requests_takes_no_weights_in_place(tmp_path: Path) -> None:
+    async with pushing(tmp_path, (4, 1, 2)) as (server, replicas):
 
-def test_a_deployment_whose_swaps_wait_for_requests_takes_no_weights_in_place(tmp_path: Path) -> None:
-    async def work(server: Server, replicas: Replicas) -> None:
         async def under(transition: str, path: str, body: Any = None) -> Any:
             await server.ledger.update_deployment(DEPLOYMENT, transition=transition)
             return await server.http.post(path, json=body)
@@ -509,23 +481,19 @@ def test_a_deployment_whose_swaps_wait_for_requests_takes_no_weights_in_place(tm
         assert (await under("SYNC", "/start_weight_update")).status_code == 409
         assert (await under("ASYNC", "/start_weight_update")).status_code == 200
 
-    pushing(tmp_path, work, (4, 1, 2))
 
-
-def test_replicas_that_take_weights_in_two_ways_form_no_group(tmp_path: Path) -> None:
-    async def work(server: Server, replicas: Replicas) -> None:
+async def test_replicas_that_take_weights_in_two_ways_form_no_group(tmp_path: Path) -> None:
+    async with pushing(tmp_path, (4, 3)) as (server, replicas):
         answer = await server.http.post("/init_weight_transfer_engine", json={"init_info": NCCL})
         assert answer.status_code == 409
         assert "replica-2 has a receiver" in answer.json()["error"]["message"]
         assert not replicas.orders
 
-    pushing(tmp_path, work, (4, 3))
 
-
-def test_an_update_without_a_name_gets_its_own_whatever_is_signalled_meanwhile(tmp_path: Path) -> None:
+async def test_an_update_without_a_name_gets_its_own_whatever_is_signalled_meanwhile(tmp_path: Path) -> None:
     """The name is made in the transaction that takes the signal, and nobody has files under it."""
 
-    async def work(server: Server, replicas: Replicas) -> None:
+    async with pushing(tmp_path) as (server, _replicas):
         for taken in ("update-000001-push", "update-000002-push"):
             server.write(taken)
         await begin(server)
@@ -541,5 +509,3 @@ def test_an_update_without_a_name_gets_its_own_whatever_is_signalled_meanwhile(t
         server.ledger.signal = overtake  # type: ignore[method-assign]
         answer = await while_three_load(server, server.http.post("/finish_weight_update"))
         assert (answer.json()["weight_version"], answer.json()["generation"]) == (named(2), 2)
-
-    pushing(tmp_path, work)

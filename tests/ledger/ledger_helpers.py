@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
 from midstream.core.types import Stage, Transition
@@ -32,13 +31,13 @@ def opened(url: str) -> Iterator[Ledger]:
         ledger.close()
 
 
-def on_ledger(url: str, work: Callable[[Ledger], Awaitable[Any]]) -> Any:
-    async def run() -> Any:
-        with opened(url) as ledger:
-            await ledger.ensure_deployment(DEPLOYMENT, MODEL, "file:///bucket", "ASYNC")
-            return await work(ledger)
-
-    return asyncio.run(run())
+@asynccontextmanager
+async def on_ledger(
+    url: str,
+) -> AsyncIterator[Ledger]:
+    with opened(url) as ledger:
+        await ledger.ensure_deployment(DEPLOYMENT, MODEL, "file:///bucket", "ASYNC")
+        yield ledger
 
 
 def signal(

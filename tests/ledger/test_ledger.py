@@ -25,18 +25,16 @@ from midstream.ledger import (
 )
 
 
-def test_nothing_is_desired_before_the_first_signal(url: str) -> None:
-    async def work(ledger: Ledger) -> None:
+async def test_nothing_is_desired_before_the_first_signal(url: str) -> None:
+    async with on_ledger(url) as ledger:
         state = await ledger.state(DEPLOYMENT)
         assert (state.desired, state.fallbacks, state.snapshot) == (None, (), "base")
         row = await ledger.deployment(DEPLOYMENT)
         assert (row.model, row.transition, row.generation) == (MODEL, "ASYNC", 0)
         assert await ledger.deployments() == [row]
 
-    on_ledger(url, work)
 
-
-def test_a_signal_becomes_the_desired_snapshot_and_survives_reopening(url: str) -> None:
+async def test_a_signal_becomes_the_desired_snapshot_and_survives_reopening(url: str) -> None:
     async def first(ledger: Ledger) -> None:
         result = await signal(ledger, "run/step 1", reset_prompt_cache="new_session")
         assert result.changed
@@ -53,52 +51,46 @@ def test_a_signal_becomes_the_desired_snapshot_and_survives_reopening(url: str) 
         (row,) = await ledger.snapshots(DEPLOYMENT)
         assert (row.identity, row.kind, row.generation) == ("run/step 1", "full", 1)
 
-    on_ledger(url, first)
-    on_ledger(url, second)
+    async with on_ledger(url) as ledger:
+        await first(ledger)
+    async with on_ledger(url) as ledger:
+        await second(ledger)
 
 
-def test_signalling_what_is_desired_again_changes_nothing(url: str) -> None:
-    async def work(ledger: Ledger) -> None:
+async def test_signalling_what_is_desired_again_changes_nothing(url: str) -> None:
+    async with on_ledger(url) as ledger:
         first = await signal(ledger, "a")
         again = await signal(ledger, "a", reset_prompt_cache="none", generation_floor=9)
         assert again.desired == first.desired
         assert (first.changed, again.changed) == (True, False)
 
-    on_ledger(url, work)
 
-
-def test_a_failed_snapshot_can_be_asked_for_again(url: str) -> None:
-    async def work(ledger: Ledger) -> None:
+async def test_a_failed_snapshot_can_be_asked_for_again(url: str) -> None:
+    async with on_ledger(url) as ledger:
         await signal(ledger, "a")
         await ledger.record(DEPLOYMENT, "replica-0", "b", [moved(0, "a", 1, Stage.ERROR, "file is short")])
         retried = await signal(ledger, "a")
         assert (retried.changed, retried.desired.generation) == (True, 2)
         assert not (await signal(ledger, "a")).changed
 
-    on_ledger(url, work)
 
-
-def test_a_failure_the_caller_has_seen_counts_before_its_row_is_written(url: str) -> None:
-    async def work(ledger: Ledger) -> None:
+async def test_a_failure_the_caller_has_seen_counts_before_its_row_is_written(url: str) -> None:
+    async with on_ledger(url) as ledger:
         await signal(ledger, "a")
         assert (await signal(ledger, "a", failed_generation=1)).desired.generation == 2
         assert not (await signal(ledger, "a", failed_generation=1)).changed
 
-    on_ledger(url, work)
 
-
-def test_a_replica_that_failed_and_then_loaded_after_a_reboot_has_not_failed(url: str) -> None:
-    async def work(ledger: Ledger) -> None:
+async def test_a_replica_that_failed_and_then_loaded_after_a_reboot_has_not_failed(url: str) -> None:
+    async with on_ledger(url) as ledger:
         await signal(ledger, "a")
         await ledger.record(DEPLOYMENT, "replica-0", "b1", [moved(7, "a", 1, Stage.ERROR, "disk full")])
         await ledger.record(DEPLOYMENT, "replica-0", "b2", [moved(0, "a", 1, Stage.IDLE)])
         assert not (await signal(ledger, "a")).changed
 
-    on_ledger(url, work)
 
-
-def test_other_files_under_the_desired_identity_are_another_snapshot(url: str) -> None:
-    async def work(ledger: Ledger) -> None:
+async def test_other_files_under_the_desired_identity_are_another_snapshot(url: str) -> None:
+    async with on_ledger(url) as ledger:
         assert (await signal(ledger, "a", fingerprint="f1")).desired.fingerprint == "f1"
         await ledger.record(DEPLOYMENT, "replica-0", "b", [moved(0, "a", 1, Stage.IDLE)])
         assert not (await signal(ledger, "a", fingerprint="f1")).changed
@@ -111,11 +103,9 @@ def test_other_files_under_the_desired_identity_are_another_snapshot(url: str) -
         await signal(ledger, "a", fingerprint="f2")
         assert (await ledger.state(DEPLOYMENT)).since == {"a": 2}, "the files are those of generation 2"
 
-    on_ledger(url, work)
 
-
-def test_a_snapshot_asked_for_again_keeps_its_files_and_the_stronger_policy(url: str) -> None:
-    async def work(ledger: Ledger) -> None:
+async def test_a_snapshot_asked_for_again_keeps_its_files_and_the_stronger_policy(url: str) -> None:
+    async with on_ledger(url) as ledger:
         await signal(ledger, "a", reset_prompt_cache="new_session")
         retried = await signal(ledger, "a", reset_prompt_cache="none", failed_generation=1)
         assert (retried.desired.generation, retried.desired.reset_prompt_cache) == (2, "new_session")
@@ -125,8 +115,6 @@ def test_a_snapshot_asked_for_again_keeps_its_files_and_the_stronger_policy(url:
         await signal(ledger, "c", reset_prompt_cache="none")
         state = await ledger.state(DEPLOYMENT)
         assert (state.reset_all, state.reset_new_session) == (3, 2)
-
-    on_ledger(url, work)
 
 
 def test_the_stronger_policy_does_what_both_ask_for() -> None:
@@ -138,8 +126,8 @@ def test_the_stronger_policy_does_what_both_ask_for() -> None:
     ]
 
 
-def test_a_retry_gets_a_generation_that_no_signal_gets(url: str) -> None:
-    async def work(ledger: Ledger) -> None:
+async def test_a_retry_gets_a_generation_that_no_signal_gets(url: str) -> None:
+    async with on_ledger(url) as ledger:
         await signal(ledger, "a")
         assert [await ledger.new_generation(DEPLOYMENT) for _ in range(2)] == [2, 3]
         assert await ledger.new_generation(DEPLOYMENT, floor=7) == 8
@@ -149,11 +137,9 @@ def test_a_retry_gets_a_generation_that_no_signal_gets(url: str) -> None:
         await ledger.record(DEPLOYMENT, "replica-0", "b", [moved(0, "a", 8, Stage.ERROR, "gone")])
         assert (await signal(ledger, "a")).desired.generation == 9, "the retry failed too"
 
-    on_ledger(url, work)
 
-
-def test_whether_anything_was_ever_ready_outlives_the_snapshot_that_was(url: str) -> None:
-    async def work(ledger: Ledger) -> None:
+async def test_whether_anything_was_ever_ready_outlives_the_snapshot_that_was(url: str) -> None:
+    async with on_ledger(url) as ledger:
         await signal(ledger, "a", fingerprint="f1")
         rows = [
             moved(0, "base", 0, Stage.IDLE),
@@ -170,8 +156,6 @@ def test_whether_anything_was_ever_ready_outlives_the_snapshot_that_was(url: str
         (row,) = await ledger.snapshots(DEPLOYMENT)
         assert (row.ready_at, row.fingerprint) == (8.0, "f2")
 
-    on_ledger(url, work)
-
 
 @pytest.mark.parametrize(
     ("stages", "ready"),
@@ -186,10 +170,10 @@ def test_whether_anything_was_ever_ready_outlives_the_snapshot_that_was(url: str
         ([("base", Stage.CHECKING), ("b", Stage.FETCHING)], False),
     ],
 )
-def test_what_goes_on_serving_without_the_end_of_its_check_was_ready(
+async def test_what_goes_on_serving_without_the_end_of_its_check_was_ready(
     url: str, stages: list[tuple[str, Stage]], ready: bool
 ) -> None:
-    async def work(ledger: Ledger) -> None:
+    async with on_ledger(url) as ledger:
         await signal(ledger, "a")
         await signal(ledger, "b")
         for seq, (identity, stage) in enumerate(stages):
@@ -200,11 +184,9 @@ def test_what_goes_on_serving_without_the_end_of_its_check_was_ready(
             ["a"] if ready else [],
         )
 
-    on_ledger(url, work)
 
-
-def test_which_boots_served_when_the_first_snapshot_was_signalled_is_remembered(url: str) -> None:
-    async def work(ledger: Ledger) -> None:
+async def test_which_boots_served_when_the_first_snapshot_was_signalled_is_remembered(url: str) -> None:
+    async with on_ledger(url) as ledger:
         for identity, boots in (("a", ("one", "two")), ("b", ("two", "three"))):
             await ledger.signal(
                 DEPLOYMENT, Signal(identity=identity, url=f"file:///b/{identity}"), FleetReports(boots=boots)
@@ -214,11 +196,9 @@ def test_which_boots_served_when_the_first_snapshot_was_signalled_is_remembered(
         await ledger.reset_ledger(DEPLOYMENT)
         assert (await ledger.state(DEPLOYMENT)).first_boots == frozenset()
 
-    on_ledger(url, work)
 
-
-def test_the_history_of_a_replica_ends_with_the_boot_before(url: str) -> None:
-    async def work(ledger: Ledger) -> None:
+async def test_the_history_of_a_replica_ends_with_the_boot_before(url: str) -> None:
+    async with on_ledger(url) as ledger:
         empty = await ledger.boot_history(DEPLOYMENT, "replica-0", "b1")
         assert (empty.last_seq, empty.previous_boot, empty.tail) == (-1, None, ())
         stages = [Stage.FETCHING, Stage.VERIFYING, Stage.STAGING]
@@ -233,13 +213,11 @@ def test_the_history_of_a_replica_ends_with_the_boot_before(url: str) -> None:
         silent = await ledger.boot_history(DEPLOYMENT, "replica-0", "b3", ended="b2")
         assert (silent.previous_boot, silent.tail) == ("b2", ())
 
-    on_ledger(url, work)
 
-
-def test_a_death_is_stored_once_with_its_stage_change_and_made_up_for_by_a_load_of_that_or_a_later_signal(
+async def test_a_death_is_stored_once_with_its_stage_change_and_made_up_for_by_a_load_of_that_or_a_later_signal(
     url: str,
 ) -> None:
-    async def work(ledger: Ledger) -> None:
+    async with on_ledger(url) as ledger:
         await signal(ledger, "old")
         await signal(ledger, "a")
         death = Death("replica-0", "a", 2, "the engine died while loading it")
@@ -262,21 +240,17 @@ def test_a_death_is_stored_once_with_its_stage_change_and_made_up_for_by_a_load_
         await ledger.record(DEPLOYMENT, "replica-1", "b2", [moved(0, "a", 3, Stage.IDLE)])
         assert (await ledger.state(DEPLOYMENT)).deaths == ()
 
-    on_ledger(url, work)
 
-
-def test_the_newest_stage_changes_can_be_asked_for(url: str) -> None:
-    async def work(ledger: Ledger) -> None:
+async def test_the_newest_stage_changes_can_be_asked_for(url: str) -> None:
+    async with on_ledger(url) as ledger:
         rows = [moved(seq, "a", 1, Stage.FETCHING) for seq in range(5)]
         await ledger.record(DEPLOYMENT, "replica-0", "b", rows)
         assert [t.seq for t in await ledger.transitions(DEPLOYMENT, newest=2)] == [3, 4]
         assert [t.seq for t in await ledger.transitions(DEPLOYMENT)] == [0, 1, 2, 3, 4]
 
-    on_ledger(url, work)
 
-
-def test_a_newer_signal_supersedes_and_an_older_identity_is_a_rollback(url: str) -> None:
-    async def work(ledger: Ledger) -> None:
+async def test_a_newer_signal_supersedes_and_an_older_identity_is_a_rollback(url: str) -> None:
+    async with on_ledger(url) as ledger:
         for identity in ("a", "b", "a"):
             await signal(ledger, identity, reset_prompt_cache="none" if identity == "b" else "all")
         desired = (await ledger.state(DEPLOYMENT)).desired
@@ -286,18 +260,14 @@ def test_a_newer_signal_supersedes_and_an_older_identity_is_a_rollback(url: str)
         assert [(r.identity, r.generation) for r in rows] == [("a", 3), ("b", 2)]
         assert rows[0].first_signalled_at < rows[1].signalled_at < rows[0].signalled_at
 
-    on_ledger(url, work)
 
-
-def test_a_new_generation_is_above_any_a_replica_has_seen(url: str) -> None:
-    async def work(ledger: Ledger) -> None:
+async def test_a_new_generation_is_above_any_a_replica_has_seen(url: str) -> None:
+    async with on_ledger(url) as ledger:
         assert (await signal(ledger, "a", generation_floor=41)).desired.generation == 42
 
-    on_ledger(url, work)
 
-
-def test_a_transition_is_stored_once_and_told_apart_by_replica_boot_and_seq(url: str) -> None:
-    async def work(ledger: Ledger) -> None:
+async def test_a_transition_is_stored_once_and_told_apart_by_replica_boot_and_seq(url: str) -> None:
+    async with on_ledger(url) as ledger:
         rows = [moved(0, "base", 0, Stage.IDLE), moved(1, "a", 1, Stage.FETCHING)]
         assert await ledger.record(DEPLOYMENT, "replica-0", "b1", rows) == 2
         assert await ledger.record(DEPLOYMENT, "replica-0", "b1", [*rows, moved(2, "a", 1, Stage.IDLE)]) == 1
@@ -314,13 +284,11 @@ def test_a_transition_is_stored_once_and_told_apart_by_replica_boot_and_seq(url:
         last = (await ledger.boot_transitions(DEPLOYMENT, "replica-0", "b1"))[-1]
         assert (last.stage, last.at, last.detail) == (Stage.IDLE, 7.0, "")
 
-    on_ledger(url, work)
 
-
-def test_an_error_message_may_hold_any_character(url: str) -> None:
+async def test_an_error_message_may_hold_any_character(url: str) -> None:
     """It may quote a file somebody uploaded; PostgreSQL takes no NUL, and no encoding takes half a pair."""
 
-    async def work(ledger: Ledger) -> None:
+    async with on_ledger(url) as ledger:
         await signal(ledger, "a")
         odd = "tensor a\x00b\ud800 \U0001f642 is not in the base model"
         plain = "tensor a\\x00b\\ud800 \U0001f642 is not in the base model"
@@ -333,11 +301,9 @@ def test_an_error_message_may_hold_any_character(url: str) -> None:
         details += [row.detail for row in (found, *state.deaths, *state.disagreements)]
         assert details == [plain] * 5
 
-    on_ledger(url, work)
 
-
-def test_fallbacks_are_the_snapshots_that_served_the_last_ready_first(url: str) -> None:
-    async def work(ledger: Ledger) -> None:
+async def test_fallbacks_are_the_snapshots_that_served_the_last_ready_first(url: str) -> None:
+    async with on_ledger(url) as ledger:
         for identity in ("a", "b", "broken", "c"):
             await signal(ledger, identity)
         seen = [("base", Stage.IDLE), ("b", Stage.IDLE), ("a", Stage.IDLE), ("broken", Stage.ERROR)]
@@ -350,11 +316,9 @@ def test_fallbacks_are_the_snapshots_that_served_the_last_ready_first(url: str) 
         await ledger.record(DEPLOYMENT, "replica-0", "b1", [moved(4, "c", 4, Stage.IDLE)])
         assert [f.snapshot for f in (await ledger.state(DEPLOYMENT)).fallbacks] == ["a", "b"]
 
-    on_ledger(url, work)
 
-
-def test_deployments_are_separate(url: str) -> None:
-    async def work(ledger: Ledger) -> None:
+async def test_deployments_are_separate(url: str) -> None:
+    async with on_ledger(url) as ledger:
         other = "accounts/local/deployments/other"
         await ledger.ensure_deployment(other, MODEL, "file:///other", "SYNC")
         await signal(ledger, "a")
@@ -363,22 +327,18 @@ def test_deployments_are_separate(url: str) -> None:
         assert [r.url for r in await ledger.snapshots(other)] == ["file:///other/a"]
         assert [d.name for d in await ledger.deployments()] == [DEPLOYMENT, other]
 
-    on_ledger(url, work)
 
-
-def test_an_unknown_deployment_is_not_found(url: str) -> None:
-    async def work(ledger: Ledger) -> None:
+async def test_an_unknown_deployment_is_not_found(url: str) -> None:
+    async with on_ledger(url) as ledger:
         for call in (ledger.deployment, ledger.state, ledger.snapshots, ledger.transitions):
             with pytest.raises(NotFound, match="there is no deployment nope"):
                 await call("nope")
         with pytest.raises(NotFound):
             await ledger.signal("nope", Signal(identity="a", url="file:///a"))
 
-    on_ledger(url, work)
 
-
-def test_settings_follow_the_server_but_snapshots_of_another_model_are_refused(url: str) -> None:
-    async def work(ledger: Ledger) -> None:
+async def test_settings_follow_the_server_but_snapshots_of_another_model_are_refused(url: str) -> None:
+    async with on_ledger(url) as ledger:
         other = await ledger.ensure_deployment(DEPLOYMENT, "m2", "file:///b2", "SYNC")
         assert (other.model, other.bucket_url, other.transition) == ("m2", "file:///b2", "SYNC")
         await signal(ledger, "a")
@@ -387,13 +347,14 @@ def test_settings_follow_the_server_but_snapshots_of_another_model_are_refused(u
         kept = await ledger.ensure_deployment(DEPLOYMENT, "m2", "file:///b3", "ASYNC")
         assert (kept.bucket_url, kept.desired_snapshot, kept.generation) == ("file:///b3", "a", 1)
 
-    on_ledger(url, work)
-
 
 @pytest.mark.parametrize("statement", range(1, 3))
-def test_a_crash_between_the_steps_of_a_signal_leaves_the_old_state_whole(url: str, statement: int) -> None:
+async def test_a_crash_between_the_steps_of_a_signal_leaves_the_old_state_whole(
+    url: str, statement: int
+) -> None:
     """The process dies (no rollback, no close) just after the n-th writing statement of the second signal."""
-    on_ledger(url, lambda ledger: signal(ledger, "a"))
+    async with on_ledger(url) as ledger:
+        await signal(ledger, "a")
     script = f"""
 import asyncio, os, sqlalchemy as sa
 from midstream.ledger import Ledger, Signal
@@ -408,17 +369,16 @@ def die(conn, cursor, text, parameters, context, many):
 sa.event.listen(ledger._database.engine, "before_cursor_execute", die)
 asyncio.run(ledger.signal({DEPLOYMENT!r}, Signal(identity="b", url="file:///bucket/b")))
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, timeout=60)
+    command = [sys.executable, "-c", script]
+    done = await asyncio.to_thread(subprocess.run, command, capture_output=True, timeout=60)
     assert done.returncode == 9, done.stderr.decode()
 
-    async def work(ledger: Ledger) -> None:
+    async with on_ledger(url) as ledger:
         desired = (await ledger.state(DEPLOYMENT)).desired
         assert desired is not None
         assert (desired.snapshot, desired.generation) == ("a", 1)
         assert [r.identity for r in await ledger.snapshots(DEPLOYMENT)] == ["a"]
         assert (await signal(ledger, "b")).desired.generation == 2
-
-    on_ledger(url, work)
 
 
 async def test_signals_from_two_ledgers_at_once_each_get_a_generation_of_their_own(url: str) -> None:

@@ -48,8 +48,8 @@ def check(weights: str | None, generation: int = 1) -> SnapshotCheck:
     return SnapshotCheck(snapshot="a", generation=generation, weights=weights)
 
 
-def test_what_a_replica_serves_first_goes_with_the_snapshot_from_then_on(url: str) -> None:
-    async def work(ledger: Ledger) -> None:
+async def test_what_a_replica_serves_first_goes_with_the_snapshot_from_then_on(url: str) -> None:
+    async with on_ledger(url) as ledger:
         first = await ledger.signal(DEPLOYMENT, signal())
         assert first.desired.content is None
         await ledger.learn_content(DEPLOYMENT, found())
@@ -66,11 +66,9 @@ def test_what_a_replica_serves_first_goes_with_the_snapshot_from_then_on(url: st
             ("b", None),
         ]
 
-    on_ledger(url, work)
 
-
-def test_each_link_of_a_chain_carries_its_content(url: str) -> None:
-    async def work(ledger: Ledger) -> None:
+async def test_each_link_of_a_chain_carries_its_content(url: str) -> None:
+    async with on_ledger(url) as ledger:
         await ledger.signal(DEPLOYMENT, signal())
         delta = signal("b", previous="a", compression="arc_v2", content=OTHER)
         sent = (await ledger.signal(DEPLOYMENT, delta)).desired
@@ -81,8 +79,6 @@ def test_each_link_of_a_chain_carries_its_content(url: str) -> None:
         assert again is not None
         assert [link.content for link in again.files] == [ONE, OTHER]
 
-    on_ledger(url, work)
-
 
 @pytest.mark.parametrize(
     ("other", "says"),
@@ -92,10 +88,10 @@ def test_each_link_of_a_chain_carries_its_content(url: str) -> None:
         ({"sizes": {"config.json": 2}}, "model.safetensors is missing"),
     ],
 )
-def test_other_files_under_a_served_name_are_refused_unless_they_are_said_to_replace_it(
+async def test_other_files_under_a_served_name_are_refused_unless_they_are_said_to_replace_it(
     url: str, other: dict[str, Any], says: str
 ) -> None:
-    async def work(ledger: Ledger) -> None:
+    async with on_ledger(url) as ledger:
         await ledger.signal(DEPLOYMENT, signal())
         await ledger.learn_content(DEPLOYMENT, found())
         await ledger.learn_weights(DEPLOYMENT, check("k:w"))
@@ -115,18 +111,14 @@ def test_other_files_under_a_served_name_are_refused_unless_they_are_said_to_rep
         assert state.desired is not None
         assert state.desired.content == other.get("content")
 
-    on_ledger(url, work)
 
-
-def test_what_only_a_manifest_said_gives_way(url: str) -> None:
-    async def work(ledger: Ledger) -> None:
+async def test_what_only_a_manifest_said_gives_way(url: str) -> None:
+    async with on_ledger(url) as ledger:
         await ledger.signal(DEPLOYMENT, signal(content=ONE))
         mended = await ledger.signal(DEPLOYMENT, signal(content=OTHER, fingerprint="mended"))
         assert mended.desired.content == OTHER
         plain = await ledger.signal(DEPLOYMENT, signal(fingerprint="plain"))
         assert plain.desired.content is None
-
-    on_ledger(url, work)
 
 
 def serves(identity: str, generation: int) -> list[Transition]:
@@ -136,8 +128,10 @@ def serves(identity: str, generation: int) -> list[Transition]:
 
 
 @pytest.mark.parametrize("other", [{"content": OTHER}, {"sizes": {"config.json": 2}}])
-def test_what_a_manifest_said_stays_once_a_replica_has_served_it(url: str, other: dict[str, Any]) -> None:
-    async def work(ledger: Ledger) -> None:
+async def test_what_a_manifest_said_stays_once_a_replica_has_served_it(
+    url: str, other: dict[str, Any]
+) -> None:
+    async with on_ledger(url) as ledger:
         first = await ledger.signal(DEPLOYMENT, signal(content=ONE))
         await ledger.record(DEPLOYMENT, "r0", "boot", serves("a", first.desired.generation))
         with pytest.raises(SnapshotRefused, match=r"are not those that were served under this name: model"):
@@ -147,11 +141,9 @@ def test_what_a_manifest_said_stays_once_a_replica_has_served_it(url: str, other
         taken = await ledger.signal(DEPLOYMENT, signal(fingerprint="others", overwrite=True, **other))
         assert (taken.changed, taken.desired.content) == (True, other.get("content"))
 
-    on_ledger(url, work)
 
-
-def test_what_manifests_said_of_a_chain_stays_once_a_replica_has_served_its_end(url: str) -> None:
-    async def work(ledger: Ledger) -> None:
+async def test_what_manifests_said_of_a_chain_stays_once_a_replica_has_served_its_end(url: str) -> None:
+    async with on_ledger(url) as ledger:
         await ledger.signal(DEPLOYMENT, signal(content=ONE))
         delta = signal("b", previous="a", compression="arc_v2", content=ONE)
         sent = (await ledger.signal(DEPLOYMENT, delta)).desired
@@ -159,11 +151,9 @@ def test_what_manifests_said_of_a_chain_stays_once_a_replica_has_served_its_end(
         with pytest.raises(SnapshotRefused, match="'a' are not those"):
             await ledger.signal(DEPLOYMENT, signal(fingerprint="others", content=OTHER))
 
-    on_ledger(url, work)
 
-
-def test_a_late_word_of_a_replica_proves_nothing_of_a_manifest_that_came_since(url: str) -> None:
-    async def work(ledger: Ledger) -> None:
+async def test_a_late_word_of_a_replica_proves_nothing_of_a_manifest_that_came_since(url: str) -> None:
+    async with on_ledger(url) as ledger:
         first = await ledger.signal(DEPLOYMENT, signal(content=ONE))
         await ledger.signal(DEPLOYMENT, signal("b"))
         await ledger.signal(DEPLOYMENT, signal(content=OTHER, fingerprint="mended"))
@@ -171,11 +161,9 @@ def test_a_late_word_of_a_replica_proves_nothing_of_a_manifest_that_came_since(u
         again = await ledger.signal(DEPLOYMENT, signal(content=ONE, fingerprint="mended again"))
         assert again.desired.content == ONE
 
-    on_ledger(url, work)
 
-
-def test_each_kind_of_engine_has_one_digest_and_a_reset_forgets_all(url: str) -> None:
-    async def work(ledger: Ledger) -> None:
+async def test_each_kind_of_engine_has_one_digest_and_a_reset_forgets_all(url: str) -> None:
+    async with on_ledger(url) as ledger:
         await ledger.signal(DEPLOYMENT, signal())
         await ledger.learn_content(DEPLOYMENT, found())
         for text in ("k:w", "k:x", "other:y", None):
@@ -191,8 +179,6 @@ def test_each_kind_of_engine_has_one_digest_and_a_reset_forgets_all(url: str) ->
         assert fresh.desired.content == OTHER
         assert (await ledger.state(DEPLOYMENT)).weights == {}
 
-    on_ledger(url, work)
-
 
 @pytest.mark.parametrize(
     ("version", "lacked"),
@@ -205,7 +191,7 @@ def test_each_kind_of_engine_has_one_digest_and_a_reset_forgets_all(url: str) ->
         (8, ()),
     ],
 )
-def test_a_ledger_of_a_version_before_is_opened_and_keeps_what_it_has(
+async def test_a_ledger_of_a_version_before_is_opened_and_keeps_what_it_has(
     url: str, version: int, lacked: tuple[sa.Table, ...]
 ) -> None:
     async def make(ledger: Ledger, name: str) -> None:
@@ -238,7 +224,8 @@ def test_a_ledger_of_a_version_before_is_opened_and_keeps_what_it_has(
         assert update is not None
         assert (update.identity, update.policies) == ("b", "end")
 
-    on_ledger(url, before)
+    async with on_ledger(url) as ledger:
+        await before(ledger)
     engine = sa.create_engine(url.replace("postgresql://", "postgresql+psycopg://"))
     with engine.begin() as db:
         for table in lacked:
@@ -246,7 +233,8 @@ def test_a_ledger_of_a_version_before_is_opened_and_keeps_what_it_has(
         if transfer_updates not in lacked:
             db.exec_driver_sql("ALTER TABLE transfer_updates DROP COLUMN policies")
         db.exec_driver_sql(f"UPDATE midstream_schema SET version = {version}")
-    on_ledger(url, after)
+    async with on_ledger(url) as ledger:
+        await after(ledger)
     with engine.connect() as db:
         found_version = db.exec_driver_sql("SELECT version FROM midstream_schema").scalar_one()
     engine.dispose()

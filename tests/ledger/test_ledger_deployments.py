@@ -28,8 +28,8 @@ OTHER = "accounts/local/deployments/other"
 POLICY = f"{DEPLOYMENT}/policies/red"
 
 
-def test_a_deployment_is_made_once_and_keeps_what_it_was_told(url: str) -> None:
-    async def work(ledger: Ledger) -> None:
+async def test_a_deployment_is_made_once_and_keeps_what_it_was_told(url: str) -> None:
+    async with on_ledger(url) as ledger:
         fields = {"displayName": "Übung", "annotations": {"a": "b"}, "nothing": None}
         row = await ledger.create_deployment(
             NewDeployment(
@@ -52,11 +52,9 @@ def test_a_deployment_is_made_once_and_keeps_what_it_was_told(url: str) -> None:
         assert await ledger.deployment(OTHER) == row
         assert [d.name for d in await ledger.deployments()] == [DEPLOYMENT, OTHER]
 
-    on_ledger(url, work)
 
-
-def test_only_what_is_given_is_changed(url: str) -> None:
-    async def work(ledger: Ledger) -> None:
+async def test_only_what_is_given_is_changed(url: str) -> None:
+    async with on_ledger(url) as ledger:
         before = await ledger.create_deployment(
             NewDeployment(OTHER, model="m", bucket_url="b", fields={"x": 1, "y": 2})
         )
@@ -69,22 +67,18 @@ def test_only_what_is_given_is_changed(url: str) -> None:
         with pytest.raises(NotFound):
             await ledger.update_deployment("nope", replicas_min=2)
 
-    on_ledger(url, work)
 
-
-def test_the_transition_of_a_deployment_reaches_what_is_desired(url: str) -> None:
-    async def work(ledger: Ledger) -> None:
+async def test_the_transition_of_a_deployment_reaches_what_is_desired(url: str) -> None:
+    async with on_ledger(url) as ledger:
         await signal(ledger, "a")
         await ledger.update_deployment(DEPLOYMENT, transition="SYNC")
         desired = (await ledger.state(DEPLOYMENT)).desired
         assert desired is not None
         assert (desired.transition, desired.generation) == ("SYNC", 1)
 
-    on_ledger(url, work)
 
-
-def test_a_removed_deployment_leaves_nothing_behind(url: str) -> None:
-    async def work(ledger: Ledger) -> None:
+async def test_a_removed_deployment_leaves_nothing_behind(url: str) -> None:
+    async with on_ledger(url) as ledger:
         await signal(ledger, "a")
         await ledger.record(DEPLOYMENT, "replica-0", "b", [moved(0, "a", 1, Stage.IDLE)])
         await ledger.record_death(DEPLOYMENT, "b", Death("replica-0", "a", 1, "died"), 1)
@@ -99,11 +93,9 @@ def test_a_removed_deployment_leaves_nothing_behind(url: str) -> None:
         assert (state.desired, state.deaths, state.disagreements) == (None, (), ())
         assert await ledger.snapshots(DEPLOYMENT) == await ledger.transitions(DEPLOYMENT) == []
 
-    on_ledger(url, work)
 
-
-def test_a_reset_forgets_every_snapshot_and_goes_on_counting(url: str) -> None:
-    async def work(ledger: Ledger) -> None:
+async def test_a_reset_forgets_every_snapshot_and_goes_on_counting(url: str) -> None:
+    async with on_ledger(url) as ledger:
         assert await ledger.reset_ledger(DEPLOYMENT) == 0, "nothing was signalled"
         await signal(ledger, "a")
         ready = moved(0, "a", 1, Stage.IDLE)
@@ -123,11 +115,9 @@ def test_a_reset_forgets_every_snapshot_and_goes_on_counting(url: str) -> None:
         assert row.ready_at is None
         assert not (await ledger.state(DEPLOYMENT)).ever_ready
 
-    on_ledger(url, work)
 
-
-def test_the_signals_since_the_last_reset_in_order_and_which_of_them_became_ready(url: str) -> None:
-    async def work(ledger: Ledger) -> None:
+async def test_the_signals_since_the_last_reset_in_order_and_which_of_them_became_ready(url: str) -> None:
+    async with on_ledger(url) as ledger:
         for identity in ("a", "b", "c"):
             await signal(ledger, identity)
         rows = [moved(0, "a", 1, Stage.IDLE), moved(1, "b", 2, Stage.ERROR), moved(2, "c", 3, Stage.CHECKING)]
@@ -145,11 +135,9 @@ def test_the_signals_since_the_last_reset_in_order_and_which_of_them_became_read
         await signal(ledger, "d")
         assert await ledger.signalled(DEPLOYMENT, after=5) == (5, [Signalled("d", 6, False)])
 
-    on_ledger(url, work)
 
-
-def test_a_success_makes_up_for_the_deaths_before_it(url: str) -> None:
-    async def work(ledger: Ledger) -> None:
+async def test_a_success_makes_up_for_the_deaths_before_it(url: str) -> None:
+    async with on_ledger(url) as ledger:
         await signal(ledger, "a")
         for replica in ("replica-0", "replica-1"):
             await ledger.record_death(DEPLOYMENT, "b1", Death(replica, "a", 1, "died"), None)
@@ -159,11 +147,9 @@ def test_a_success_makes_up_for_the_deaths_before_it(url: str) -> None:
         deaths = (await ledger.state(DEPLOYMENT)).deaths
         assert [(d.replica, d.detail) for d in deaths] == [("replica-1", "died"), ("replica-0", "died later")]
 
-    on_ledger(url, work)
 
-
-def test_a_disagreement_is_stored_once_and_ends_once(url: str) -> None:
-    async def work(ledger: Ledger) -> None:
+async def test_a_disagreement_is_stored_once_and_ends_once(url: str) -> None:
+    async with on_ledger(url) as ledger:
         await signal(ledger, "a")
         differs = Disagreement("replica-1", "b", "a", 1, 0, "differs")
         found = await ledger.disagree(DEPLOYMENT, differs, floor=4)
@@ -178,18 +164,16 @@ def test_a_disagreement_is_stored_once_and_ends_once(url: str) -> None:
         assert (now.verdict, now.detail) == ("out", "differs still")
         assert (await signal(ledger, "b")).desired.generation == 6, "above the generation of the reload"
 
-    on_ledger(url, work)
-
 
 @pytest.mark.parametrize(
     ("change", "why"), [({"deleting": True}, "being ended"), ({"fields": {FROZEN: True}}, "is frozen")]
 )
-def test_a_policy_that_is_frozen_or_being_ended_takes_no_signal(
+async def test_a_policy_that_is_frozen_or_being_ended_takes_no_signal(
     url: str, change: dict[str, Any], why: str
 ) -> None:
     """Also when that happens between a caller's look and its signal."""
 
-    async def work(ledger: Ledger) -> None:
+    async with on_ledger(url) as ledger:
         await ledger.create_deployment(NewDeployment(POLICY, model="red", bucket_url="file:///bucket"))
         red = Signal(identity="red-1", url="file:///bucket/red-1")
         assert (await ledger.signal(POLICY, red, FleetReports(), chain_max=1)).changed
@@ -198,8 +182,6 @@ def test_a_policy_that_is_frozen_or_being_ended_takes_no_signal(
             with pytest.raises(Conflict, match=why):
                 await ledger.signal(POLICY, replace(red, identity=identity), FleetReports(), chain_max=1)
         assert (await ledger.state(POLICY)).snapshot == "red-1"
-
-    on_ledger(url, work)
 
 
 def test_a_policy_made_again_is_later_whatever_the_clock_says(url: str) -> None:
@@ -226,10 +208,11 @@ def test_a_policy_made_again_is_later_whatever_the_clock_says(url: str) -> None:
     assert made == sorted(set(made))
 
 
-def test_policies_of_a_deployment_and_of_a_tenant_have_a_limit_that_the_refusal_names(url: str) -> None:
+async def test_policies_of_a_deployment_and_of_a_tenant_have_a_limit_that_the_refusal_names(url: str) -> None:
     limits = PolicyLimits(all=4, tenant=2)
 
-    async def work(ledger: Ledger) -> None:
+    async with on_ledger(url) as ledger:
+
         async def make(name: str, tenant: str | None, host: str = DEPLOYMENT) -> None:
             await ledger.create_deployment(
                 NewDeployment(f"{host}/policies/{name}", model=name, bucket_url="b", fields={TENANT: tenant}),
@@ -252,11 +235,9 @@ def test_policies_of_a_deployment_and_of_a_tenant_have_a_limit_that_the_refusal_
         await ledger.delete_deployment(f"{DEPLOYMENT}/policies/a1")
         await make("a4", "a")
 
-    on_ledger(url, work)
 
-
-def test_a_reader_is_told_what_changed_since_it_looked_and_nothing_else(url: str) -> None:
-    async def work(ledger: Ledger) -> None:
+async def test_a_reader_is_told_what_changed_since_it_looked_and_nothing_else(url: str) -> None:
+    async with on_ledger(url) as ledger:
         first = await ledger.changes()
         assert (first.whole, set(first.rows)) == (True, {DEPLOYMENT})
         seen = first.serial
@@ -290,10 +271,8 @@ def test_a_reader_is_told_what_changed_since_it_looked_and_nothing_else(url: str
         await ledger.delete_deployment(DEPLOYMENT)
         assert await told() == {DEPLOYMENT: None, POLICY: None}
 
-    on_ledger(url, work)
 
-
-def test_every_change_of_a_state_is_told(url: str) -> None:
+async def test_every_change_of_a_state_is_told(url: str) -> None:
     """Each call that changes what `state` returns gives the deployment a new serial."""
     found = SnapshotContent(
         snapshot="a", fingerprint=None, files=(FileContent(name="m.safetensors", size=4, digest="sha256:ab"),)
@@ -315,23 +294,21 @@ def test_every_change_of_a_state_is_told(url: str) -> None:
         lambda ledger: ledger.reset_ledger(DEPLOYMENT),
     ]
 
-    async def work(ledger: Ledger) -> None:
+    async with on_ledger(url) as ledger:
         for number, call in enumerate(calls):
             before, state = await ledger.changes(), await ledger.state(DEPLOYMENT)
             await call(ledger)
             assert await ledger.state(DEPLOYMENT) != state, f"call {number} changes nothing"
             assert set((await ledger.changes(before.serial)).rows) == {DEPLOYMENT}, f"call {number}"
 
-    on_ledger(url, work)
 
-
-def test_a_reader_that_is_too_far_behind_or_of_another_ledger_is_told_everything(
+async def test_a_reader_that_is_too_far_behind_or_of_another_ledger_is_told_everything(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("midstream.ledger.changes.KEPT", 3)
     monkeypatch.setattr("midstream.ledger.changes.REMOVED_EVERY", 2)
 
-    async def work(ledger: Ledger) -> None:
+    async with on_ledger(url) as ledger:
         names = [f"{DEPLOYMENT}/policies/p{number}" for number in range(8)]
         serials = [(await ledger.changes()).serial]
         for name in names:
@@ -344,13 +321,11 @@ def test_a_reader_that_is_too_far_behind_or_of_another_ledger_is_told_everything
         later = await ledger.changes(serials[-1] + 7)
         assert (later.whole, later.serial) == (True, serials[-1]), "this ledger is older than what was read"
 
-    on_ledger(url, work)
 
-
-def test_commits_of_several_writers_are_told_in_their_order(url: str) -> None:
+async def test_commits_of_several_writers_are_told_in_their_order(url: str) -> None:
     """A reader that saw a serial misses no change with a lower one, whoever commits when."""
 
-    async def work(ledger: Ledger) -> None:
+    async with on_ledger(url) as ledger:
         others = [Ledger(url) for _ in range(3)]
         names = [f"{DEPLOYMENT}/policies/w{writer}-{n}" for writer in range(3) for n in range(8)]
         for name in names:
@@ -374,11 +349,9 @@ def test_commits_of_several_writers_are_told_in_their_order(url: str) -> None:
         for other in others:
             other.close()
 
-    on_ledger(url, work)
 
-
-def test_a_list_has_the_state_of_each_policy(url: str) -> None:
-    async def work(ledger: Ledger) -> None:
+async def test_a_list_has_the_state_of_each_policy(url: str) -> None:
+    async with on_ledger(url) as ledger:
         names = [f"{DEPLOYMENT}/policies/{name}" for name in ("blue", "green", "red")]
         for name in names:
             await ledger.create_deployment(NewDeployment(name, model="m", bucket_url="b"))
@@ -391,5 +364,3 @@ def test_a_list_has_the_state_of_each_policy(url: str) -> None:
         assert [row for row, _ in found] == [await ledger.deployment(name) for name in names]
         for row, state in found:
             assert state == replace(await ledger.state(row.name), fallbacks=(), weights={})
-
-    on_ledger(url, work)

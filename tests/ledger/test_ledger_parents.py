@@ -48,8 +48,8 @@ async def refused(work: Any, *words: str, param: str = PREVIOUS) -> None:
         assert word in error.value.message
 
 
-def test_a_chain_is_kept_as_it_was_when_it_was_signalled(url: str) -> None:
-    async def work(ledger: Ledger) -> None:
+async def test_a_chain_is_kept_as_it_was_when_it_was_signalled(url: str) -> None:
+    async with on_ledger(url) as ledger:
         await full(ledger, "f")
         await delta(ledger, "d1", "f")
         result = await delta(ledger, "d2", "d1", max_cache_age=3, ignore_config=("x", "y"))
@@ -77,11 +77,9 @@ def test_a_chain_is_kept_as_it_was_when_it_was_signalled(url: str) -> None:
         await full(ledger, "f", files="others")
         assert (await ledger.snapshots(DEPLOYMENT))[2].parents == wanted.parents
 
-    on_ledger(url, work)
 
-
-def test_the_first_snapshot_is_full_also_after_the_ledger_is_reset(url: str) -> None:
-    async def work(ledger: Ledger) -> None:
+async def test_the_first_snapshot_is_full_also_after_the_ledger_is_reset(url: str) -> None:
+    async with on_ledger(url) as ledger:
         await refused(delta(ledger, "d", "f"), "the first snapshot must be full")
         await full(ledger, "f")
         await refused(delta(ledger, "d", "base"), "'base'", "full snapshot")
@@ -89,11 +87,9 @@ def test_the_first_snapshot_is_full_also_after_the_ledger_is_reset(url: str) -> 
         await refused(delta(ledger, "d", "f"), "the first snapshot must be full", "reset")
         assert (await full(ledger, "f")).changed
 
-    on_ledger(url, work)
 
-
-def test_the_parent_is_what_is_desired_or_what_every_ready_replica_serves(url: str) -> None:
-    async def work(ledger: Ledger) -> None:
+async def test_the_parent_is_what_is_desired_or_what_every_ready_replica_serves(url: str) -> None:
+    async with on_ledger(url) as ledger:
         await full(ledger, "a")
         await full(ledger, "b")
         await refused(delta(ledger, "d", "a"), "'a' is neither the desired snapshot, 'b'", "full snapshot")
@@ -104,11 +100,9 @@ def test_the_parent_is_what_is_desired_or_what_every_ready_replica_serves(url: s
         assert (await delta(ledger, "d", "a", serving=(("a", 1), ("a", 1)))).changed
         assert (await delta(ledger, "e", "d")).desired.parents == (link("a"), link("d", "arc_v2"))
 
-    on_ledger(url, work)
 
-
-def test_after_a_failed_delta_comes_a_full_one_or_a_delta_on_what_still_serves(url: str) -> None:
-    async def work(ledger: Ledger) -> None:
+async def test_after_a_failed_delta_comes_a_full_one_or_a_delta_on_what_still_serves(url: str) -> None:
+    async with on_ledger(url) as ledger:
         await full(ledger, "f")
         await delta(ledger, "d", "f")
         row = moved(0, "d", 2, Stage.ERROR, "checksum of layer 3")
@@ -120,11 +114,11 @@ def test_after_a_failed_delta_comes_a_full_one_or_a_delta_on_what_still_serves(u
         assert (again.changed, again.desired.fingerprint) == (True, "mended")
         assert (await full(ledger, "g")).changed
 
-    on_ledger(url, work)
 
-
-def test_asking_again_for_the_same_delta_changes_nothing_and_going_back_to_one_is_allowed(url: str) -> None:
-    async def work(ledger: Ledger) -> None:
+async def test_asking_again_for_the_same_delta_changes_nothing_and_going_back_to_one_is_allowed(
+    url: str,
+) -> None:
+    async with on_ledger(url) as ledger:
         await full(ledger, "f")
         first = await delta(ledger, "d", "f")
         again = await delta(ledger, "d", "f")
@@ -133,11 +127,9 @@ def test_asking_again_for_the_same_delta_changes_nothing_and_going_back_to_one_i
         back = await delta(ledger, "d", "f")
         assert (back.changed, back.desired.parents, back.desired.generation) == (True, (link("f"),), 4)
 
-    on_ledger(url, work)
 
-
-def test_a_desired_identity_with_other_files_or_parents_must_be_full(url: str) -> None:
-    async def work(ledger: Ledger) -> None:
+async def test_a_desired_identity_with_other_files_or_parents_must_be_full(url: str) -> None:
+    async with on_ledger(url) as ledger:
         at = "incremental_snapshot_metadata"
         await full(ledger, "f")
         await delta(ledger, "d", "f")
@@ -149,20 +141,16 @@ def test_a_desired_identity_with_other_files_or_parents_must_be_full(url: str) -
         assert (row.kind, row.previous, row.compression, row.checksum_format) == ("full", None, None, None)
         assert (await ledger.state(DEPLOYMENT)).since["d"] == 3
 
-    on_ledger(url, work)
 
-
-def test_no_snapshot_stands_on_itself_through_others(url: str) -> None:
-    async def work(ledger: Ledger) -> None:
+async def test_no_snapshot_stands_on_itself_through_others(url: str) -> None:
+    async with on_ledger(url) as ledger:
         await full(ledger, "a")
         await delta(ledger, "b", "a")
         await refused(delta(ledger, "a", "b"), "'b' stands on 'a' itself")
 
-    on_ledger(url, work)
 
-
-def test_a_chain_has_a_limit(url: str) -> None:
-    async def work(ledger: Ledger) -> None:
+async def test_a_chain_has_a_limit(url: str) -> None:
+    async with on_ledger(url) as ledger:
         await full(ledger, "s0")
         for i in range(1, 4):
             await delta(ledger, f"s{i}", f"s{i - 1}", chain_max=3)
@@ -171,15 +159,11 @@ def test_a_chain_has_a_limit(url: str) -> None:
         await full(ledger, "s4")
         assert (await delta(ledger, "s5", "s4", chain_max=3)).changed
 
-    on_ledger(url, work)
 
-
-def test_fields_to_ignore_are_asked_for_again_and_cache_rules_only_get_stronger(url: str) -> None:
-    async def work(ledger: Ledger) -> None:
+async def test_fields_to_ignore_are_asked_for_again_and_cache_rules_only_get_stronger(url: str) -> None:
+    async with on_ledger(url) as ledger:
         await full(ledger, "a", reset_prompt_cache="none", max_cache_age=4)
         again = await full(ledger, "a", reset_prompt_cache="none", ignore_config=("x",))
         assert (again.changed, again.desired.generation, again.desired.ignore_config) == (True, 2, ("x",))
         assert again.desired.max_cache_age == 4
         assert (await ledger.state(DEPLOYMENT)).since == {"a": 1}, "the files are those of the first signal"
-
-    on_ledger(url, work)

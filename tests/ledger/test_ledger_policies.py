@@ -27,8 +27,8 @@ async def ended(ledger: Ledger) -> list[str]:
     return [row.name.rpartition("/")[2] for row in await ledger.policies() if row.deleting]
 
 
-def test_full_weights_are_refused_while_there_are_policies(url: str) -> None:
-    async def work(ledger: Ledger) -> None:
+async def test_full_weights_are_refused_while_there_are_policies(url: str) -> None:
+    async with on_ledger(url) as ledger:
         await signal(ledger, "a", policies="refuse")
         await make(ledger, "red", "blue")
         with pytest.raises(Conflict, match="policies: 2 stand on the weights that serve, blue among them"):
@@ -42,11 +42,9 @@ def test_full_weights_are_refused_while_there_are_policies(url: str) -> None:
             await ledger.update_deployment(f"{DEPLOYMENT}/policies/{name}", deleting=True)
         assert (await signal(ledger, "b", policies="refuse")).changed
 
-    on_ledger(url, work)
 
-
-def test_full_weights_end_the_policies_of_their_deployment_alone(url: str) -> None:
-    async def work(ledger: Ledger) -> None:
+async def test_full_weights_end_the_policies_of_their_deployment_alone(url: str) -> None:
+    async with on_ledger(url) as ledger:
         await ledger.create_deployment(NewDeployment(OTHER, MODEL, "file:///bucket"))
         await ledger.create_deployment(NewDeployment(f"{DEPLOYMENT}-2", MODEL, "file:///bucket"))
         await make(ledger, "red", "blue")
@@ -63,11 +61,9 @@ def test_full_weights_end_the_policies_of_their_deployment_alone(url: str) -> No
         later = await signal(ledger, "b", policies="rebase")
         assert later.desired.ends_before == result.desired.generation
 
-    on_ledger(url, work)
 
-
-def test_weights_that_are_desired_already_end_policies_and_no_later_ones(url: str) -> None:
-    async def work(ledger: Ledger) -> None:
+async def test_weights_that_are_desired_already_end_policies_and_no_later_ones(url: str) -> None:
+    async with on_ledger(url) as ledger:
         await make(ledger, "red")
         await signal(ledger, "a", policies="rebase")
         result = await signal(ledger, "a", policies="end")
@@ -79,11 +75,9 @@ def test_weights_that_are_desired_already_end_policies_and_no_later_ones(url: st
         assert not (await signal(ledger, "a", policies="end")).changed
         assert await ended(ledger) == ["red"]
 
-    on_ledger(url, work)
 
-
-def test_a_policys_snapshot_says_which_weights_it_stands_on(url: str) -> None:
-    async def work(ledger: Ledger) -> None:
+async def test_a_policys_snapshot_says_which_weights_it_stands_on(url: str) -> None:
+    async with on_ledger(url) as ledger:
         await make(ledger, "red")
         name = f"{DEPLOYMENT}/policies/red"
 
@@ -101,15 +95,11 @@ def test_a_policys_snapshot_says_which_weights_it_stands_on(url: str) -> None:
         await ledger.update_deployment(name, fields={"_frozen": True})
         assert await stands_on() == first.desired.generation
 
-    on_ledger(url, work)
 
-
-def test_a_sync_deployment_rebases_no_policies(url: str) -> None:
-    async def work(ledger: Ledger) -> None:
+async def test_a_sync_deployment_rebases_no_policies(url: str) -> None:
+    async with on_ledger(url) as ledger:
         await ledger.update_deployment(DEPLOYMENT, transition="SYNC")
         await signal(ledger, "a", policies="rebase")
         await make(ledger, "red")
         with pytest.raises(Conflict, match="a SYNC deployment cannot rebase them"):
             await signal(ledger, "b", policies="rebase")
-
-    on_ledger(url, work)

@@ -38,10 +38,10 @@ async def serve(ledger: Ledger, identity: str, generation: int) -> None:
 
 
 @pytest.mark.parametrize("proven", [False, True])
-def test_what_was_pushed_has_its_content_from_the_first_moment_and_once_more_is_no_change(
+async def test_what_was_pushed_has_its_content_from_the_first_moment_and_once_more_is_no_change(
     url: str, proven: bool
 ) -> None:
-    async def work(ledger: Ledger) -> None:
+    async with on_ledger(url) as ledger:
         first = await ledger.signal(DEPLOYMENT, pushed())
         assert first.changed
         assert [(link.fingerprint, link.content) for link in first.desired.files] == [
@@ -55,15 +55,13 @@ def test_what_was_pushed_has_its_content_from_the_first_moment_and_once_more_is_
         assert (again.changed, again.desired) == (False, first.desired)
         assert [(row.identity, row.content) for row in await ledger.snapshots(DEPLOYMENT)] == [("a", ONE)]
 
-    on_ledger(url, work)
-
 
 @pytest.mark.parametrize("proven", [False, True])
 @pytest.mark.parametrize("how", [pushed, published])
-def test_other_content_under_a_pushed_name_is_refused_unless_it_is_said_to_replace_it(
+async def test_other_content_under_a_pushed_name_is_refused_unless_it_is_said_to_replace_it(
     url: str, proven: bool, how: Callable[..., Signal]
 ) -> None:
-    async def work(ledger: Ledger) -> None:
+    async with on_ledger(url) as ledger:
         first = await ledger.signal(DEPLOYMENT, pushed())
         if proven:
             await serve(ledger, "a", first.desired.generation)
@@ -75,12 +73,10 @@ def test_other_content_under_a_pushed_name_is_refused_unless_it_is_said_to_repla
         assert (taken.changed, taken.desired.content) == (True, OTHER)
         assert taken.desired.generation > first.desired.generation
 
-    on_ledger(url, work)
-
 
 @pytest.mark.parametrize("proven", [False, True])
-def test_the_same_bytes_from_the_bucket_are_no_other_files(url: str, proven: bool) -> None:
-    async def work(ledger: Ledger) -> None:
+async def test_the_same_bytes_from_the_bucket_are_no_other_files(url: str, proven: bool) -> None:
+    async with on_ledger(url) as ledger:
         first = await ledger.signal(DEPLOYMENT, pushed())
         if proven:
             await serve(ledger, "a", first.desired.generation)
@@ -94,35 +90,29 @@ def test_the_same_bytes_from_the_bucket_are_no_other_files(url: str, proven: boo
         assert (back.desired.fingerprint, back.desired.content) == (content_fingerprint(ONE), ONE)
         assert (await ledger.state(DEPLOYMENT)).since["a"] == first.desired.generation
 
-    on_ledger(url, work)
 
-
-def test_a_copy_without_a_manifest_is_taken_if_its_sizes_agree_and_replicas_check_the_bytes(
+async def test_a_copy_without_a_manifest_is_taken_if_its_sizes_agree_and_replicas_check_the_bytes(
     url: str,
 ) -> None:
-    async def work(ledger: Ledger) -> None:
+    async with on_ledger(url) as ledger:
         await ledger.signal(DEPLOYMENT, pushed())
         with pytest.raises(SnapshotRefused, match=r"model\.safetensors is missing"):
             await ledger.signal(DEPLOYMENT, published(content=None, sizes={"config.json": 2}))
         plain = await ledger.signal(DEPLOYMENT, published(content=None))
         assert (plain.desired.fingerprint, plain.desired.content) == ("listing of a", ONE)
 
-    on_ledger(url, work)
 
-
-def test_what_is_in_the_bucket_may_be_pushed_too(url: str) -> None:
-    async def work(ledger: Ledger) -> None:
+async def test_what_is_in_the_bucket_may_be_pushed_too(url: str) -> None:
+    async with on_ledger(url) as ledger:
         first = await ledger.signal(DEPLOYMENT, published())
         await serve(ledger, "a", first.desired.generation)
         with pytest.raises(SnapshotRefused, match="not those that were served"):
             await ledger.signal(DEPLOYMENT, pushed(content=OTHER))
         assert (await ledger.signal(DEPLOYMENT, pushed())).desired.content == ONE
 
-    on_ledger(url, work)
 
-
-def test_a_push_that_failed_on_a_replica_is_asked_for_again(url: str) -> None:
-    async def work(ledger: Ledger) -> None:
+async def test_a_push_that_failed_on_a_replica_is_asked_for_again(url: str) -> None:
+    async with on_ledger(url) as ledger:
         first = await ledger.signal(DEPLOYMENT, pushed())
         failed = FleetReports(failed_generation=first.desired.generation)
         again = await ledger.signal(DEPLOYMENT, pushed(), failed)
@@ -130,11 +120,9 @@ def test_a_push_that_failed_on_a_replica_is_asked_for_again(url: str) -> None:
         assert again.desired.generation > first.desired.generation
         assert again.desired.files == first.desired.files
 
-    on_ledger(url, work)
 
-
-def test_a_delta_stands_on_what_was_pushed_by_its_content(url: str) -> None:
-    async def work(ledger: Ledger) -> None:
+async def test_a_delta_stands_on_what_was_pushed_by_its_content(url: str) -> None:
+    async with on_ledger(url) as ledger:
         await ledger.signal(DEPLOYMENT, pushed())
         delta = published("b", OTHER, previous="a", compression="arc_v2")
         sent = (await ledger.signal(DEPLOYMENT, delta)).desired
@@ -145,14 +133,10 @@ def test_a_delta_stands_on_what_was_pushed_by_its_content(url: str) -> None:
         back = (await ledger.signal(DEPLOYMENT, replace(delta))).desired
         assert [(link.snapshot, link.fingerprint, link.content) for link in back.files] == expected
 
-    on_ledger(url, work)
 
-
-def test_a_reset_forgets_what_was_pushed(url: str) -> None:
-    async def work(ledger: Ledger) -> None:
+async def test_a_reset_forgets_what_was_pushed(url: str) -> None:
+    async with on_ledger(url) as ledger:
         await ledger.signal(DEPLOYMENT, pushed())
         await ledger.reset_ledger(DEPLOYMENT)
         fresh = await ledger.signal(DEPLOYMENT, pushed(content=OTHER))
         assert fresh.desired.content == OTHER
-
-    on_ledger(url, work)

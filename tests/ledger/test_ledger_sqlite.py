@@ -16,8 +16,8 @@ from midstream.core.types import Stage
 from midstream.ledger import Ledger, LedgerUnavailable, clock, database, schema, sqlite_url
 
 
-def test_no_query_of_a_pass_reads_a_whole_table(tmp_path: Path) -> None:
-    async def work(ledger: Ledger) -> None:
+async def test_no_query_of_a_pass_reads_a_whole_table(tmp_path: Path) -> None:
+    async with on_ledger(sqlite_url(tmp_path / "ledger.sqlite")) as ledger:
         statements: list[tuple[str, Any]] = []
 
         def note(_c: Any, _k: Any, text: str, parameters: Any, *_: Any) -> None:
@@ -44,13 +44,11 @@ def test_no_query_of_a_pass_reads_a_whole_table(tmp_path: Path) -> None:
         assert [plan for plan in plans if "SCAN" in plan and not any(one in plan for one in small)] == []
         assert not [plan for plan in plans if "TEMP B-TREE FOR ORDER" in plan]
 
-    on_ledger(sqlite_url(tmp_path / "ledger.sqlite"), work)
 
-
-def test_reading_waits_for_no_writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_reading_waits_for_no_writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(database, "BUSY_TIMEOUT_S", 0.05)
 
-    async def work(ledger: Ledger) -> None:
+    async with on_ledger(sqlite_url(tmp_path / "ledger.sqlite")) as ledger:
         await signal(ledger, "a")
         holder = sqlite3.connect(tmp_path / "ledger.sqlite", isolation_level=None)
         holder.execute("BEGIN IMMEDIATE")
@@ -62,13 +60,13 @@ def test_reading_waits_for_no_writer(tmp_path: Path, monkeypatch: pytest.MonkeyP
         holder.execute("ROLLBACK")
         holder.close()
 
-    on_ledger(sqlite_url(tmp_path / "ledger.sqlite"), work)
 
-
-def test_a_locked_database_is_a_retryable_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_locked_database_is_a_retryable_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(database, "BUSY_TIMEOUT_S", 0.05)
 
-    async def work(ledger: Ledger) -> None:
+    async with on_ledger(sqlite_url(tmp_path / "ledger.sqlite")) as ledger:
         holder = sqlite3.connect(tmp_path / "ledger.sqlite", isolation_level=None)
         holder.execute("BEGIN IMMEDIATE")
         with pytest.raises(LedgerUnavailable, match="database is locked") as caught:
@@ -77,8 +75,6 @@ def test_a_locked_database_is_a_retryable_error(tmp_path: Path, monkeypatch: pyt
         holder.execute("ROLLBACK")
         holder.close()
         assert (await signal(ledger, "a")).changed
-
-    on_ledger(sqlite_url(tmp_path / "ledger.sqlite"), work)
 
 
 def test_a_ledger_of_another_schema_version_is_refused(tmp_path: Path) -> None:

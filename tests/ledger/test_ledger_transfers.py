@@ -46,8 +46,8 @@ def committing(seen: Transfer, **fields: Any) -> Committing:
     return Committing(transfer=seen, **given)
 
 
-def test_a_deployment_has_one_open_group(url: str) -> None:
-    async def work(ledger: Ledger) -> None:
+async def test_a_deployment_has_one_open_group(url: str) -> None:
+    async with on_ledger(url) as ledger:
         assert await ledger.transfer(DEPLOYMENT) is None
         first = await opened_group(ledger)
         assert (first.phase, first.number, first.members) == (Phase.JOINING, 0, MEMBERS)
@@ -61,11 +61,9 @@ def test_a_deployment_has_one_open_group(url: str) -> None:
         with pytest.raises(NotFound):
             await ledger.transfer("accounts/local/deployments/absent")
 
-    on_ledger(url, work)
 
-
-def test_of_two_that_saw_one_state_one_moves_the_group(url: str) -> None:
-    async def work(ledger: Ledger) -> None:
+async def test_of_two_that_saw_one_state_one_moves_the_group(url: str) -> None:
+    async with on_ledger(url) as ledger:
         joined = await moved(ledger, await opened_group(ledger), Event.JOINED)
         with opened(url) as other:
             both = (one.move_transfer(joined, Event.START, within_s=9.0) for one in (ledger, other))
@@ -81,11 +79,9 @@ def test_of_two_that_saw_one_state_one_moves_the_group(url: str) -> None:
         with pytest.raises(IllegalMove):
             await ledger.move_transfer(again, Event.COMMITTED)
 
-    on_ledger(url, work)
 
-
-def test_only_a_group_that_works_has_a_deadline(url: str) -> None:
-    async def work(ledger: Ledger) -> None:
+async def test_only_a_group_that_works_has_a_deadline(url: str) -> None:
+    async with on_ledger(url) as ledger:
         seen = await opened_group(ledger)
         assert seen.deadline is not None
         seen = await moved(ledger, seen, Event.JOINED)
@@ -101,11 +97,9 @@ def test_only_a_group_that_works_has_a_deadline(url: str) -> None:
         assert not ended.late(until + 1)
         assert await ledger.open_transfers() == []
 
-    on_ledger(url, work)
 
-
-def test_an_update_is_committed_with_its_signal_or_not_at_all(url: str) -> None:
-    async def work(ledger: Ledger) -> None:
+async def test_an_update_is_committed_with_its_signal_or_not_at_all(url: str) -> None:
+    async with on_ledger(url) as ledger:
         seen = await finishing(ledger)
         assert await ledger.committed_update(seen) is None
         await ledger.move_transfer(seen, Event.END, reason="past its deadline")
@@ -123,11 +117,9 @@ def test_an_update_is_committed_with_its_signal_or_not_at_all(url: str) -> None:
         assert after is not None
         assert (after.phase, after.deadline) == (Phase.JOINED, None)
 
-    on_ledger(url, work)
 
-
-def test_an_update_without_some_replicas_ends_its_group(url: str) -> None:
-    async def work(ledger: Ledger) -> None:
+async def test_an_update_without_some_replicas_ends_its_group(url: str) -> None:
+    async with on_ledger(url) as ledger:
         seen = await finishing(ledger)
         without = committing(seen, replicas=("replica-0",), keep=False, ends="replica-1 was lost")
         await ledger.signal(DEPLOYMENT, pushed("v1"), committing=without)
@@ -137,11 +129,9 @@ def test_an_update_without_some_replicas_ends_its_group(url: str) -> None:
         assert (update.replicas, update.kept) == (("replica-0",), "off")
         assert await ledger.unkept_updates() == []
 
-    on_ledger(url, work)
 
-
-def test_pushed_weights_without_a_name_get_a_growing_one_in_the_bucket(url: str) -> None:
-    async def work(ledger: Ledger) -> None:
+async def test_pushed_weights_without_a_name_get_a_growing_one_in_the_bucket(url: str) -> None:
+    async with on_ledger(url) as ledger:
         first = (await ledger.signal(DEPLOYMENT, pushed())).desired
         name = f"update-000001-push-{PRINT.removeprefix('content:')[:12]}"
         assert (first.snapshot, first.url) == (name, f"file:///bucket/{name}")
@@ -150,11 +140,9 @@ def test_pushed_weights_without_a_name_get_a_growing_one_in_the_bucket(url: str)
         other = Signal(identity="", url="", fingerprint="content:" + "b" * 64)
         assert (await ledger.signal(DEPLOYMENT, other)).desired.snapshot == f"update-000002-push-{'b' * 12}"
 
-    on_ledger(url, work)
 
-
-def test_one_gateway_at_a_time_keeps_an_update_until_it_is_kept_or_given_up(url: str) -> None:
-    async def work(ledger: Ledger) -> None:
+async def test_one_gateway_at_a_time_keeps_an_update_until_it_is_kept_or_given_up(url: str) -> None:
+    async with on_ledger(url) as ledger:
         seen = await finishing(ledger)
         then = ledger.clock()
         ledger.clock.read = lambda _: then  # type: ignore[method-assign]
@@ -180,13 +168,11 @@ def test_one_gateway_at_a_time_keeps_an_update_until_it_is_kept_or_given_up(url:
         assert kept is not None
         assert kept.kept == "kept"
 
-    on_ledger(url, work)
 
-
-def test_a_late_word_of_an_update_changes_no_other_update(url: str) -> None:
+async def test_a_late_word_of_an_update_changes_no_other_update(url: str) -> None:
     """Its deployment was deleted and made again meanwhile. SQLite gives the keys of rows again."""
 
-    async def work(ledger: Ledger) -> None:
+    async with on_ledger(url) as ledger:
         await ledger.signal(DEPLOYMENT, pushed("v1"), committing=committing(await finishing(ledger)))
         [old] = await ledger.unkept_updates()
         await ledger.delete_deployment(DEPLOYMENT)
@@ -199,11 +185,9 @@ def test_a_late_word_of_an_update_changes_no_other_update(url: str) -> None:
         [update] = await ledger.unkept_updates()
         assert (update.group, update.tries) == ("second", 0)
 
-    on_ledger(url, work)
 
-
-def test_what_is_kept_is_not_wanted_again_by_a_gateway_whose_claim_was_over(url: str) -> None:
-    async def work(ledger: Ledger) -> None:
+async def test_what_is_kept_is_not_wanted_again_by_a_gateway_whose_claim_was_over(url: str) -> None:
+    async with on_ledger(url) as ledger:
         seen = await finishing(ledger)
         await ledger.signal(DEPLOYMENT, pushed("v1"), committing=committing(seen))
         [update] = await ledger.unkept_updates()
@@ -214,11 +198,9 @@ def test_what_is_kept_is_not_wanted_again_by_a_gateway_whose_claim_was_over(url:
         assert kept is not None
         assert kept.kept == "kept"
 
-    on_ledger(url, work)
 
-
-def test_of_an_identity_that_is_not_known_any_more_no_content_is_kept(url: str) -> None:
-    async def work(ledger: Ledger) -> None:
+async def test_of_an_identity_that_is_not_known_any_more_no_content_is_kept(url: str) -> None:
+    async with on_ledger(url) as ledger:
         seen = await finishing(ledger)
         await ledger.signal(DEPLOYMENT, pushed("v1"), committing=committing(seen))
         await signal(ledger, "v1", fingerprint="of a listing")
@@ -229,8 +211,6 @@ def test_of_an_identity_that_is_not_known_any_more_no_content_is_kept(url: str) 
         assert (update.content, update.desired) == (None, False)
         await ledger.delete_deployment(DEPLOYMENT)
         assert await ledger.unkept_updates() == []
-
-    on_ledger(url, work)
 
 
 def test_every_phase_but_the_last_can_end_and_nothing_leaves_that() -> None:

@@ -3,7 +3,7 @@
 import asyncio
 import base64
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -36,18 +36,9 @@ from midstream.core.types import NEAR_ROUTER, NEAR_TOP_P, GenerateRequest, Gener
 from midstream.engine.base import AtOnce
 from midstream.replica import app
 
-Scenario = Callable[[Running], Awaitable[None]]
 BASE = f"{MODEL}@base"
 HI: Any = [{"role": "user", "content": "hi"}]
 CHAT_PROMPT = ids("<|im_start|>user\nhi<|im_end|><|im_start|>assistant\n")
-
-
-def play(directory: Path, engine: Callable[[], FakeEngine], scenario: Scenario, **more: Any) -> None:
-    async def main() -> None:
-        async with running(directory, engine(), **more) as here:
-            await scenario(here)
-
-    asyncio.run(main())
 
 
 async def ask(here: Running, path: str = "/v1/completions", **fields: Any) -> httpx.Response:
@@ -59,8 +50,8 @@ def content(choice: dict[str, Any]) -> list[dict[str, Any]]:
     return entries
 
 
-def test_a_plain_completion_through_the_sdk(tmp_path: Path) -> None:
-    async def scenario(here: Running) -> None:
+async def test_a_plain_completion_through_the_sdk(tmp_path: Path) -> None:
+    async with running(tmp_path, FakeEngine()) as here:
         answer = await here.sdk.completions.create(model=MODEL, prompt="hey", max_tokens=3)
         choice = answer.choices[0]
         assert (answer.object, answer.model, choice.text, choice.finish_reason) == (
@@ -77,11 +68,9 @@ def test_a_plain_completion_through_the_sdk(tmp_path: Path) -> None:
         request = here.engine.requests[0]
         assert (request.prompt, request.n, request.sampling.seed) == ((HE, ord("y")), 1, 77)
 
-    play(tmp_path, FakeEngine, scenario)
 
-
-def test_a_plain_chat_through_the_sdk_with_token_ids_and_logprobs(tmp_path: Path) -> None:
-    async def scenario(here: Running) -> None:
+async def test_a_plain_chat_through_the_sdk_with_token_ids_and_logprobs(tmp_path: Path) -> None:
+    async with running(tmp_path, FakeEngine()) as here:
         answer = await here.sdk.chat.completions.create(
             model=DEPLOYMENT, messages=HI, max_tokens=2, logprobs=True, top_logprobs=1,
             extra_body={"return_token_ids": True},
@@ -106,20 +95,16 @@ def test_a_plain_chat_through_the_sdk_with_token_ids_and_logprobs(tmp_path: Path
         ]
         assert [(t.token, t.logprob) for t in choice.logprobs.content[0].top_logprobs] == [("A", -0.5)]
 
-    play(tmp_path, FakeEngine, scenario)
 
-
-def test_a_chat_without_max_tokens_goes_up_to_the_context(tmp_path: Path) -> None:
-    async def scenario(here: Running) -> None:
+async def test_a_chat_without_max_tokens_goes_up_to_the_context(tmp_path: Path) -> None:
+    async with running(tmp_path, FakeEngine()) as here:
         answer = await here.sdk.chat.completions.create(model=MODEL, messages=HI)
         assert answer.usage is not None
         assert answer.usage.completion_tokens == 128 - len(CHAT_PROMPT)
 
-    play(tmp_path, FakeEngine, scenario)
 
-
-def test_a_streamed_chat_through_the_sdk(tmp_path: Path) -> None:
-    async def scenario(here: Running) -> None:
+async def test_a_streamed_chat_through_the_sdk(tmp_path: Path) -> None:
+    async with running(tmp_path, FakeEngine()) as here:
         stream = await here.sdk.chat.completions.create(
             model=MODEL, messages=HI, max_tokens=3, stream=True, stream_options={"include_usage": True}
         )
@@ -132,8 +117,6 @@ def test_a_streamed_chat_through_the_sdk(tmp_path: Path) -> None:
         assert chunks[-1].choices == []
         assert chunks[-1].usage is not None
         assert chunks[-1].usage.completion_tokens == 3
-
-    play(tmp_path, FakeEngine, scenario)
 
 
 @pytest.mark.parametrize("n", [1, 2])
@@ -167,13 +150,13 @@ LINE_ENDS = "a\u2028b\u2029c\x85d"
 
 
 @pytest.mark.parametrize("kind", ["chat", "completion", "legacy"])
-def test_no_client_can_cut_an_event_at_a_line_end_of_unicode(tmp_path: Path, kind: str) -> None:
+async def test_no_client_can_cut_an_event_at_a_line_end_of_unicode(tmp_path: Path, kind: str) -> None:
     """httpx splits a stream into lines as str.splitlines does, and many clients read it so."""
     tokens = ids(LINE_ENDS)
     asked: dict[str, Any] = {"logprobs": True} if kind != "legacy" else {"logprobs": 2}
     asked |= {"messages": HI} if kind == "chat" else {"prompt": LINE_ENDS, "echo": True}
 
-    async def scenario(here: Running) -> None:
+    async with running(tmp_path, FakeEngine(LINE_ENDS)) as here:
         path = "/v1/chat/completions" if kind == "chat" else "/v1/completions"
         body = {
             "model": MODEL,
@@ -193,8 +176,6 @@ def test_no_client_can_cut_an_event_at_a_line_end_of_unicode(tmp_path: Path, kin
         if kind != "legacy":
             assert choices[-1]["raw_output"]["completion"] == said
 
-    play(tmp_path, lambda: FakeEngine(LINE_ENDS), scenario)
-
 
 def test_an_error_event_that_quotes_line_ends_of_unicode_is_one_line() -> None:
     written = sse_event({"error": {"message": LINE_ENDS}})
@@ -202,8 +183,8 @@ def test_an_error_event_that_quotes_line_ends_of_unicode_is_one_line() -> None:
     assert json.loads(written[6:]) == {"error": {"message": LINE_ENDS}}
 
 
-def test_several_prompts_and_choices_are_indexed_prompt_by_prompt(tmp_path: Path) -> None:
-    async def scenario(here: Running) -> None:
+async def test_several_prompts_and_choices_are_indexed_prompt_by_prompt(tmp_path: Path) -> None:
+    async with running(tmp_path, FakeEngine()) as here:
         answer = await here.sdk.completions.create(
             model=MODEL, prompt=[[1, 2], [3, 4, 5]], n=2, max_tokens=2, echo=True, seed=9,
             extra_body={"return_token_ids": True},
@@ -228,11 +209,9 @@ def test_several_prompts_and_choices_are_indexed_prompt_by_prompt(tmp_path: Path
             finishes[choice.index] += choice.finish_reason == "length"
         assert (texts, finishes) == (["hel"] * 4, [1] * 4)
 
-    play(tmp_path, FakeEngine, scenario)
 
-
-def test_the_new_logprobs_format_exactly(tmp_path: Path) -> None:
-    async def scenario(here: Running) -> None:
+async def test_the_new_logprobs_format_exactly(tmp_path: Path) -> None:
+    async with running(tmp_path, FakeEngine()) as here:
         answer = await ask(
             here, prompt=[65, 66], max_tokens=1, logprobs=True, top_logprobs=1, include_routing_matrix=True
         )
@@ -249,11 +228,9 @@ def test_the_new_logprobs_format_exactly(tmp_path: Path) -> None:
             }
         ]
 
-    play(tmp_path, FakeEngine, scenario)
-
 
 @pytest.mark.parametrize("chat", [False, True])
-def test_sampling_masks_stand_beside_the_numbers_of_generated_tokens_plain_and_streamed(
+async def test_sampling_masks_stand_beside_the_numbers_of_generated_tokens_plain_and_streamed(
     tmp_path: Path, chat: bool
 ) -> None:
     prompt: dict[str, Any] = (
@@ -262,7 +239,7 @@ def test_sampling_masks_stand_beside_the_numbers_of_generated_tokens_plain_and_s
     path = "/v1/chat/completions" if chat else "/v1/completions"
     fields = {"model": MODEL, "max_tokens": 3, "n": 2, "seed": 1, "logprobs": True} | prompt
 
-    async def scenario(here: Running) -> None:
+    async with running(tmp_path, FakeEngine()) as here:
         asked = fields | {"return_sampling_mask": True, "echo": not chat}
         plain = (await here.http.post(path, json=asked)).json()["choices"]
         at = len(here.engine.requests[-1].prompt)
@@ -278,11 +255,9 @@ def test_sampling_masks_stand_beside_the_numbers_of_generated_tokens_plain_and_s
         assert "sampling_mask" not in bare.text
         assert not here.engine.requests[-1].want_masks
 
-    play(tmp_path, FakeEngine, scenario)
-
 
 @pytest.mark.parametrize("chat", [False, True])
-def test_router_weights_stand_beside_the_routes_of_all_tokens_plain_and_streamed(
+async def test_router_weights_stand_beside_the_routes_of_all_tokens_plain_and_streamed(
     tmp_path: Path, chat: bool
 ) -> None:
     prompt: dict[str, Any] = (
@@ -291,7 +266,7 @@ def test_router_weights_stand_beside_the_routes_of_all_tokens_plain_and_streamed
     path = "/v1/chat/completions" if chat else "/v1/completions"
     fields = {"model": MODEL, "max_tokens": 3, "n": 2, "seed": 1, "logprobs": True} | prompt
 
-    async def scenario(here: Running) -> None:
+    async with running(tmp_path, FakeEngine()) as here:
         asked = fields | {"include_routing_matrix": True, "return_router_weights": True, "echo": not chat}
         plain = (await here.http.post(path, json=asked)).json()["choices"]
         at = len(here.engine.requests[-1].prompt)
@@ -311,17 +286,15 @@ def test_router_weights_stand_beside_the_routes_of_all_tokens_plain_and_streamed
         assert "router_weights" not in bare.text
         assert not here.engine.requests[-1].want_router_weights
 
-    play(tmp_path, FakeEngine, scenario)
 
-
-def test_missing_router_weights_and_weights_without_routes_fail_closed(tmp_path: Path) -> None:
+async def test_missing_router_weights_and_weights_without_routes_fail_closed(tmp_path: Path) -> None:
     class Weightless(FakeEngine):
         async def _events(self, request: Any) -> Any:
             without = msgspec.structs.replace(request, want_router_weights=False)
             async for event in super()._events(without):
                 yield event
 
-    async def scenario(here: Running) -> None:
+    async with running(tmp_path, Weightless()) as here:
         asked = {"logprobs": True, "include_routing_matrix": True, "return_router_weights": True}
         answer = await ask(here, prompt="a", **asked)
         assert answer.json()["error"]["message"] == "the engine returned a token without its router weights"
@@ -334,16 +307,14 @@ def test_missing_router_weights_and_weights_without_routes_fail_closed(tmp_path:
         message = "return_router_weights: requires logprobs: true and include_routing_matrix: true"
         assert answer.json()["error"]["message"] == message
 
-    play(tmp_path, Weightless, scenario)
 
-
-def test_a_missing_mask_and_masks_without_logprobs_fail_closed(tmp_path: Path) -> None:
+async def test_a_missing_mask_and_masks_without_logprobs_fail_closed(tmp_path: Path) -> None:
     class Maskless(FakeEngine):
         async def _events(self, request: Any) -> Any:
             async for event in super()._events(msgspec.structs.replace(request, want_masks=False)):
                 yield event
 
-    async def scenario(here: Running) -> None:
+    async with running(tmp_path, Maskless()) as here:
         answer = await ask(here, prompt="a", logprobs=True, return_sampling_mask=True)
         assert answer.json()["error"]["message"] == "the engine returned a token without its sampling mask"
         for logprobs in (None, False, 1):
@@ -356,10 +327,8 @@ def test_a_missing_mask_and_masks_without_logprobs_fail_closed(tmp_path: Path) -
         assert (said["code"], answer.status_code) == ("invalid_request_error", 400)
         assert "Extra inputs are not permitted, field: 'sampling_mask'" in said["message"]
 
-    play(tmp_path, Maskless, scenario)
 
-
-def test_near_ties_are_named_beside_the_numbers_of_their_token_and_absent_where_there_are_none(
+async def test_near_ties_are_named_beside_the_numbers_of_their_token_and_absent_where_there_are_none(
     tmp_path: Path,
 ) -> None:
     class Engine(FakeEngine):
@@ -376,7 +345,7 @@ def test_near_ties_are_named_beside_the_numbers_of_their_token_and_absent_where_
                 prompt = None if event.prompt is None else marked(event.prompt)
                 yield replace(event, tokens=marked(event.tokens), prompt=prompt)
 
-    async def scenario(here: Running) -> None:
+    async with running(tmp_path, Engine()) as here:
         fields: dict[str, Any] = {"prompt": [65, 66, 67], "max_tokens": 2, "logprobs": True, "echo": True}
         plain = content((await ask(here, **fields)).json()["choices"][0])
         expected = [None, ["router"], None, ["router", "top_p"], None]
@@ -388,11 +357,9 @@ def test_near_ties_are_named_beside_the_numbers_of_their_token_and_absent_where_
         raw = (await ask(here, **fields, raw_output=True)).json()["choices"][0]["raw_output"]
         assert raw["completion_logprobs"]["content"] == plain
 
-    play(tmp_path, Engine, scenario)
 
-
-def test_the_legacy_logprobs_format_exactly(tmp_path: Path) -> None:
-    async def scenario(here: Running) -> None:
+async def test_the_legacy_logprobs_format_exactly(tmp_path: Path) -> None:
+    async with running(tmp_path, FakeEngine()) as here:
         plain = await ask(here, prompt=[65], max_tokens=2, logprobs=1, echo=True)
         legacy = {
             "tokens": ["A", "he", "l"],
@@ -410,11 +377,9 @@ def test_the_legacy_logprobs_format_exactly(tmp_path: Path) -> None:
                 joined[key] += values
         assert joined == legacy
 
-    play(tmp_path, FakeEngine, scenario)
 
-
-def test_echo_gives_routes_and_logprobs_aligned_with_the_tokens(tmp_path: Path) -> None:
-    async def scenario(here: Running) -> None:
+async def test_echo_gives_routes_and_logprobs_aligned_with_the_tokens(tmp_path: Path) -> None:
+    async with running(tmp_path, FakeEngine()) as here:
         fields: dict[str, Any] = {
             "prompt": [65, 66, 67], "max_tokens": 2, "logprobs": True, "include_routing_matrix": True,
             "echo": True, "raw_output": True, "return_token_ids": True,
@@ -446,13 +411,11 @@ def test_echo_gives_routes_and_logprobs_aligned_with_the_tokens(tmp_path: Path) 
         assert "".join(e["choices"][0]["text"] for e in events[:-1]) == "ABChel"
         assert events[-2]["choices"][0]["raw_output"] == raw
 
-    play(tmp_path, FakeEngine, scenario)
 
-
-def test_an_echoed_first_token_is_its_own_only_alternative(tmp_path: Path) -> None:
+async def test_an_echoed_first_token_is_its_own_only_alternative(tmp_path: Path) -> None:
     """The Fireworks client drops the alternatives of all tokens when one token has none."""
 
-    async def scenario(here: Running) -> None:
+    async with running(tmp_path, FakeEngine()) as here:
         answer = await ask(
             here, prompt=[72, 66], max_tokens=1, logprobs=True, top_logprobs=2, echo=True, stream=True
         )
@@ -461,22 +424,18 @@ def test_an_echoed_first_token_is_its_own_only_alternative(tmp_path: Path) -> No
         alternatives = [[(top["token_id"], top["logprob"]) for top in e["top_logprobs"]] for e in entries]
         assert alternatives == [[(72, 0.0)], [(65, -0.5), (66, -1.5)], [(65, -0.5), (66, -1.5)]]
 
-    play(tmp_path, FakeEngine, scenario)
 
-
-def test_echo_last_gives_the_prompts_end_only(tmp_path: Path) -> None:
-    async def scenario(here: Running) -> None:
+async def test_echo_last_gives_the_prompts_end_only(tmp_path: Path) -> None:
+    async with running(tmp_path, FakeEngine()) as here:
         answer = await ask(here, prompt=[65, 66, 67], max_tokens=1, logprobs=True, echo_last=2)
         choice = answer.json()["choices"][0]
         assert choice["text"] == "BChe"
         assert [e["token_id"] for e in content(choice)] == [66, 67, HE]
         assert here.engine.requests[0].prompt_records == 2
 
-    play(tmp_path, FakeEngine, scenario)
 
-
-def test_max_tokens_zero_with_echo_scores_the_prompt(tmp_path: Path) -> None:
-    async def scenario(here: Running) -> None:
+async def test_max_tokens_zero_with_echo_scores_the_prompt(tmp_path: Path) -> None:
+    async with running(tmp_path, FakeEngine()) as here:
         plain = (await ask(here, prompt=[65, 66], max_tokens=0, echo=True, logprobs=True)).json()
         assert [e["logprob"] for e in content(plain["choices"][0])] == [0.0, -1.0]
         assert (plain["model"], plain["choices"][0]["finish_reason"]) == (BASE, "length")
@@ -490,19 +449,15 @@ def test_max_tokens_zero_with_echo_scores_the_prompt(tmp_path: Path) -> None:
         ]
         assert events[2:] == ["[DONE]"]
 
-    play(tmp_path, FakeEngine, scenario)
 
-
-def test_routes_of_more_than_256_experts_say_their_width(tmp_path: Path) -> None:
-    async def scenario(here: Running) -> None:
+async def test_routes_of_more_than_256_experts_say_their_width(tmp_path: Path) -> None:
+    async with running(tmp_path, FakeEngine(experts=300)) as here:
         answer = await ask(here, prompt=[65], max_tokens=1, logprobs=True, include_routing_matrix=True)
         assert content(answer.json()["choices"][0])[0]["routing_matrix_dtype"] == "uint16"
 
-    play(tmp_path, lambda: FakeEngine(experts=300), scenario)
 
-
-def test_a_stream_with_token_ids_in_raw_output_and_metrics(tmp_path: Path) -> None:
-    async def scenario(here: Running) -> None:
+async def test_a_stream_with_token_ids_in_raw_output_and_metrics(tmp_path: Path) -> None:
+    async with running(tmp_path, FakeEngine()) as here:
         answer = await ask(
             here, "/inference/v1/completions", prompt=[65, 66], max_tokens=2, stream=True, raw_output=True,
             perf_metrics_in_response=True, return_token_ids=True,
@@ -529,11 +484,9 @@ def test_a_stream_with_token_ids_in_raw_output_and_metrics(tmp_path: Path) -> No
         assert answer.headers["fireworks-prompt-tokens"] == "2"
         assert answer.headers["fireworks-cached-prompt-tokens"] == "3"
 
-    play(tmp_path, FakeEngine, scenario)
 
-
-def test_chat_chunks_have_prompt_ids_at_the_top_and_on_the_choice(tmp_path: Path) -> None:
-    async def scenario(here: Running) -> None:
+async def test_chat_chunks_have_prompt_ids_at_the_top_and_on_the_choice(tmp_path: Path) -> None:
+    async with running(tmp_path, FakeEngine()) as here:
         answer = await ask(
             here, "/v1/chat/completions", messages=HI, max_tokens=1, stream=True, return_token_ids=True
         )
@@ -542,11 +495,9 @@ def test_chat_chunks_have_prompt_ids_at_the_top_and_on_the_choice(tmp_path: Path
         assert first["choices"][0]["token_ids"] == [HE]
         assert (last["choices"][0]["token_ids"], "prompt_token_ids" in last, done) == ([], False, "[DONE]")
 
-    play(tmp_path, FakeEngine, scenario)
 
-
-def test_plain_responses_carry_the_metrics_as_headers(tmp_path: Path) -> None:
-    async def scenario(here: Running) -> None:
+async def test_plain_responses_carry_the_metrics_as_headers(tmp_path: Path) -> None:
+    async with running(tmp_path, FakeEngine()) as here:
         answer = await here.http.post(
             "/v1/completions",
             json={"model": "tiny", "prompt": [65], "max_tokens": 1, "perf_metrics_in_response": True},
@@ -560,11 +511,9 @@ def test_plain_responses_carry_the_metrics_as_headers(tmp_path: Path) -> None:
         assert (metrics["prompt-tokens"], metrics["cached-prompt-tokens"]) == (1, 3)
         assert "fireworks-server-processing-time" in answer.headers
 
-    play(tmp_path, FakeEngine, scenario)
 
-
-def test_a_stop_string_ends_the_generation_and_does_not_leak(tmp_path: Path) -> None:
-    async def scenario(here: Running) -> None:
+async def test_a_stop_string_ends_the_generation_and_does_not_leak(tmp_path: Path) -> None:
+    async with running(tmp_path, FakeEngine("hello world ")) as here:
         fields: dict[str, Any] = {"prompt": [65], "max_tokens": 50, "stop": ["lo w"], "logprobs": True}
         choice = (await ask(here, **fields)).json()["choices"][0]
         assert (choice["text"], choice["finish_reason"]) == ("hel", "stop")
@@ -576,11 +525,9 @@ def test_a_stop_string_ends_the_generation_and_does_not_leak(tmp_path: Path) -> 
         assert [e["choices"][0]["text"] for e in events] == ["he", "", "l", "", "", "", ""]
         assert events[-1]["choices"][0]["finish_reason"] == "stop"
 
-    play(tmp_path, lambda: FakeEngine("hello world "), scenario)
 
-
-def test_one_choice_that_stops_leaves_the_others_going(tmp_path: Path) -> None:
-    async def scenario(here: Running) -> None:
+async def test_one_choice_that_stops_leaves_the_others_going(tmp_path: Path) -> None:
+    async with running(tmp_path, FakeEngine()) as here:
         answer = await here.sdk.completions.create(
             model=MODEL, prompt=["a", "b"], max_tokens=12, stop="lo", n=2, logprobs=0
         )
@@ -588,16 +535,14 @@ def test_one_choice_that_stops_leaves_the_others_going(tmp_path: Path) -> None:
         assert answer.usage is not None
         assert answer.usage.completion_tokens == 16
 
-    play(tmp_path, FakeEngine, scenario)
 
-
-def test_the_end_token_stops_without_text_but_stands_in_the_records(tmp_path: Path) -> None:
+async def test_the_end_token_stops_without_text_but_stands_in_the_records(tmp_path: Path) -> None:
     def engine() -> FakeEngine:
         fake = FakeEngine()
         fake.reply = (65, IM_END)
         return fake
 
-    async def scenario(here: Running) -> None:
+    async with running(tmp_path, engine()) as here:
         fields = {"prompt": [65], "max_tokens": 4, "return_token_ids": True}
         choice = (await ask(here, **fields)).json()["choices"][0]
         assert (choice["text"], choice["finish_reason"], choice["token_ids"]) == ("A", "stop", [65, IM_END])
@@ -605,11 +550,11 @@ def test_the_end_token_stops_without_text_but_stands_in_the_records(tmp_path: Pa
         assert (choice["text"], choice["finish_reason"]) == ("AA", "length")
         assert choice["token_ids"] == [65, IM_END] * 2
 
-    play(tmp_path, engine, scenario)
-
 
 @pytest.mark.parametrize("asked", [{"stop_token_ids": [66]}, {"stop": ["<|im_start|>", "zz"]}])
-def test_a_stop_token_by_id_or_name_ends_like_the_end_token(tmp_path: Path, asked: dict[str, Any]) -> None:
+async def test_a_stop_token_by_id_or_name_ends_like_the_end_token(
+    tmp_path: Path, asked: dict[str, Any]
+) -> None:
     token = 66 if "stop_token_ids" in asked else IM_START
 
     def engine() -> FakeEngine:
@@ -617,18 +562,18 @@ def test_a_stop_token_by_id_or_name_ends_like_the_end_token(tmp_path: Path, aske
         fake.reply = (65, token, 65, IM_END)
         return fake
 
-    async def scenario(here: Running) -> None:
+    async with running(tmp_path, engine()) as here:
         fields = {"prompt": [65], "max_tokens": 8, "return_token_ids": True, "ignore_eos": True, **asked}
         choice = (await ask(here, **fields)).json()["choices"][0]
         assert (choice["text"], choice["finish_reason"], choice["token_ids"]) == ("A", "stop", [65, token])
         events = sse((await ask(here, **fields, stream=True)).text)[:-1]
         assert "".join(event["choices"][0]["text"] for event in events) == "A"
 
-    play(tmp_path, engine, scenario)
 
-
-def test_a_stream_across_a_swap_labels_every_chunk_and_the_plain_answer_its_spans(tmp_path: Path) -> None:
-    async def scenario(here: Running) -> None:
+async def test_a_stream_across_a_swap_labels_every_chunk_and_the_plain_answer_its_spans(
+    tmp_path: Path,
+) -> None:
+    async with running(tmp_path, FakeEngine(allowed=2)) as here:
         body = {"model": MODEL, "prompt": [65], "max_tokens": 5}
         plain = asyncio.create_task(here.http.post("/v1/completions", json=body))
         stream = asyncio.create_task(here.http.post("/v1/completions", json={**body, "stream": True}))
@@ -645,11 +590,9 @@ def test_a_stream_across_a_swap_labels_every_chunk_and_the_plain_answer_its_span
             {"snapshot": "v1", "start": 2, "end": 5},
         ]
 
-    play(tmp_path, lambda: FakeEngine(allowed=2), scenario)
 
-
-def test_choices_that_cross_a_swap_each_have_their_spans(tmp_path: Path) -> None:
-    async def scenario(here: Running) -> None:
+async def test_choices_that_cross_a_swap_each_have_their_spans(tmp_path: Path) -> None:
+    async with running(tmp_path, FakeEngine(allowed=2)) as here:
         # Is over before the swap.
         here.engine.replies = {1: (IM_END,)}
         body = {"model": MODEL, "prompt": [65], "max_tokens": 5, "n": 3}
@@ -676,11 +619,9 @@ def test_choices_that_cross_a_swap_each_have_their_spans(tmp_path: Path) -> None
         finished = ["base"] * 2 + ["v1"] * 4
         assert labels == {0: finished, 1: ["base"] * 2, 2: finished}
 
-    play(tmp_path, lambda: FakeEngine(allowed=2), scenario)
-
 
 @pytest.mark.parametrize("n", [1, 2])
-def test_an_echoed_prompt_scored_under_two_snapshots_says_so_in_spans(tmp_path: Path, n: int) -> None:
+async def test_an_echoed_prompt_scored_under_two_snapshots_says_so_in_spans(tmp_path: Path, n: int) -> None:
     class Chunked(FakeEngine):
         """A swap came between two chunks of the prompt."""
 
@@ -693,7 +634,7 @@ def test_an_echoed_prompt_scored_under_two_snapshots_says_so_in_spans(tmp_path: 
                     else msgspec.structs.replace(event, prompt=(*first, *event.prompt[3:]))
                 )
 
-    async def scenario(here: Running) -> None:
+    async with running(tmp_path, Chunked()) as here:
         body = {"model": MODEL, "prompt": [65, 66, 67, 68, 69], "max_tokens": 2, "echo": True, "n": n}
         answer = (await here.http.post("/v1/completions", json={**body, "logprobs": True})).json()
         assert answer["model"] == f"{MODEL}@base"
@@ -706,11 +647,9 @@ def test_an_echoed_prompt_scored_under_two_snapshots_says_so_in_spans(tmp_path: 
         unscored = (await here.http.post("/v1/completions", json=body)).json()
         assert not any("prompt_snapshots" in choice for choice in unscored["choices"])
 
-    play(tmp_path, Chunked, scenario)
 
-
-def test_tokens_reach_the_client_while_the_generation_goes_on(tmp_path: Path) -> None:
-    async def scenario(here: Running) -> None:
+async def test_tokens_reach_the_client_while_the_generation_goes_on(tmp_path: Path) -> None:
+    async with running(tmp_path, FakeEngine(allowed=1)) as here:
         body = {"model": MODEL, "prompt": [65], "max_tokens": 2, "stream": True}
         async with here.http.stream("POST", "/v1/completions", json=body) as answer:
             lines = (line.removeprefix("data: ") async for line in answer.aiter_lines() if line)
@@ -719,11 +658,9 @@ def test_tokens_reach_the_client_while_the_generation_goes_on(tmp_path: Path) ->
             here.engine.allow(2)
             assert json.loads(await anext(lines))["choices"][0]["text"] == "l"
 
-    play(tmp_path, lambda: FakeEngine(allowed=1), scenario)
 
-
-def test_a_request_during_a_commit_waits_and_is_served_by_the_new_snapshot(tmp_path: Path) -> None:
-    async def scenario(here: Running) -> None:
+async def test_a_request_during_a_commit_waits_and_is_served_by_the_new_snapshot(tmp_path: Path) -> None:
+    async with running(tmp_path, FakeEngine()) as here:
         here.engine.commit_gate.clear()
         await here.swap("v1")
         await here.engine.committing.wait()
@@ -739,11 +676,9 @@ def test_a_request_during_a_commit_waits_and_is_served_by_the_new_snapshot(tmp_p
         here.engine.commit_gate.set()
         assert (await waiting).json()["model"] == f"{MODEL}@v1"
 
-    play(tmp_path, FakeEngine, scenario)
 
-
-def test_a_snapshot_named_in_the_model_must_be_the_one_that_serves(tmp_path: Path) -> None:
-    async def scenario(here: Running) -> None:
+async def test_a_snapshot_named_in_the_model_must_be_the_one_that_serves(tmp_path: Path) -> None:
+    async with running(tmp_path, FakeEngine()) as here:
         assert (
             await here.http.post("/v1/completions", json={"model": BASE, "prompt": "a"})
         ).status_code == 200
@@ -754,11 +689,10 @@ def test_a_snapshot_named_in_the_model_must_be_the_one_that_serves(tmp_path: Pat
         with pytest.raises(openai.NotFoundError, match="model 'gpt-4' is not served here"):
             await here.sdk.completions.create(model="gpt-4", prompt="a")
 
-    play(tmp_path, FakeEngine, scenario)
 
+async def test_salts_follow_session_tenant_isolation_and_reset_policy(tmp_path: Path) -> None:
+    async with running(tmp_path, FakeEngine()) as here:
 
-def test_salts_follow_session_tenant_isolation_and_reset_policy(tmp_path: Path) -> None:
-    async def scenario(here: Running) -> None:
         async def salt(session: str | None = None, /, *, tenant: str = "", **fields: Any) -> bytes:
             headers = {"x-midstream-tenant": tenant} | ({"x-midstream-session": session} if session else {})
             body = {"model": MODEL, "prompt": [65], "max_tokens": 1, **fields}
@@ -782,12 +716,10 @@ def test_salts_follow_session_tenant_isolation_and_reset_policy(tmp_path: Path) 
         assert here.engine.abandoned == 1
         assert await salt("s%20one") == await salt("s2") == await salt() != first
 
-    play(tmp_path, FakeEngine, scenario)
-
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_disconnects_ends_its_generation(tmp_path: Path, stream: bool) -> None:
-    async def scenario(here: Running) -> None:
+async def test_a_client_that_disconnects_ends_its_generation(tmp_path: Path, stream: bool) -> None:
+    async with running(tmp_path, FakeEngine(allowed=1)) as here:
         body = {"model": MODEL, "prompt": [65], "max_tokens": 9, "stream": stream}
         task = asyncio.create_task(ask(here, **body))
         await here.engine.started_streams.wait()
@@ -797,13 +729,11 @@ def test_a_client_that_disconnects_ends_its_generation(tmp_path: Path, stream: b
         assert here.engine.aborted == [here.engine.requests[0].request_id]
         await here.until(lambda: here.replica.own.gate.inside == 0)
 
-    play(tmp_path, lambda: FakeEngine(allowed=1), scenario)
 
-
-def test_an_engine_error_before_the_first_byte_has_its_status_and_after_it_ends_the_stream(
+async def test_an_engine_error_before_the_first_byte_has_its_status_and_after_it_ends_the_stream(
     tmp_path: Path,
 ) -> None:
-    async def scenario(here: Running) -> None:
+    async with running(tmp_path, FakeEngine()) as here:
         here.engine.fail_after = 0
         answer = await ask(here, prompt="a", stream=True)
         assert (answer.status_code, answer.json()["error"]["message"]) == (
@@ -821,22 +751,18 @@ def test_an_engine_error_before_the_first_byte_has_its_status_and_after_it_ends_
             async for _ in await here.sdk.completions.create(model=MODEL, prompt="a", stream=True):
                 pass
 
-    play(tmp_path, FakeEngine, scenario)
 
-
-def test_a_stream_that_the_engine_ends_too_early_ends_with_an_error(tmp_path: Path) -> None:
-    async def scenario(here: Running) -> None:
+async def test_a_stream_that_the_engine_ends_too_early_ends_with_an_error(tmp_path: Path) -> None:
+    async with running(tmp_path, FakeEngine()) as here:
         here.engine.stop_short = True
         events = sse((await ask(here, prompt="a", stream=True)).text)
         assert (
             events[-1]["error"]["message"] == "the engine ended the request before every choice was complete"
         )
 
-    play(tmp_path, FakeEngine, scenario)
 
-
-def test_a_dying_engine_gives_503_and_the_replica_comes_back_as_a_new_boot(tmp_path: Path) -> None:
-    async def scenario(here: Running) -> None:
+async def test_a_dying_engine_gives_503_and_the_replica_comes_back_as_a_new_boot(tmp_path: Path) -> None:
+    async with running(tmp_path, FakeEngine()) as here:
         boot = here.replica.boot
         here.engine.die_after = 1
         answer = await ask(here, prompt="a")
@@ -847,11 +773,10 @@ def test_a_dying_engine_gives_503_and_the_replica_comes_back_as_a_new_boot(tmp_p
         assert here.replica.boot != boot
         assert (await ask(here, prompt="a", max_tokens=1)).status_code == 200
 
-    play(tmp_path, FakeEngine, scenario)
 
+async def test_errors_have_one_shape_everywhere(tmp_path: Path) -> None:
+    async with running(tmp_path, FakeEngine()) as here:
 
-def test_errors_have_one_shape_everywhere(tmp_path: Path) -> None:
-    async def scenario(here: Running) -> None:
         async def error(method: str, path: str, **more: Any) -> tuple[int, str]:
             answer = await here.http.request(method, path, **more)
             body = answer.json()["error"]
@@ -867,43 +792,35 @@ def test_errors_have_one_shape_everywhere(tmp_path: Path) -> None:
             "invalid_request_error",
         )
 
-    play(tmp_path, FakeEngine, scenario)
 
-
-def test_a_dense_model_and_a_missing_route_fail_closed(tmp_path: Path) -> None:
-    async def scenario(here: Running) -> None:
+async def test_a_dense_model_and_a_missing_route_fail_closed(tmp_path: Path) -> None:
+    async with running(tmp_path, FakeEngine(moe=False)) as here:
         answer = await ask(here, prompt="a", logprobs=True, include_routing_matrix=True)
         assert (answer.status_code, "dense" in answer.json()["error"]["message"]) == (400, True)
-
-    play(tmp_path, lambda: FakeEngine(moe=False), scenario)
 
     class Routeless(FakeEngine):
         async def _events(self, request: Any) -> Any:
             async for event in super()._events(msgspec.structs.replace(request, want_routes=False)):
                 yield event
 
-    async def without(here: Running) -> None:
+    async with running(tmp_path, Routeless()) as here:
         answer = await ask(here, prompt="a", logprobs=True, include_routing_matrix=True)
         assert answer.json()["error"]["message"] == "the engine returned a token without its route"
 
-    play(tmp_path, Routeless, without)
 
-
-def test_missing_records_of_an_echoed_prompt_fail_closed(tmp_path: Path) -> None:
+async def test_missing_records_of_an_echoed_prompt_fail_closed(tmp_path: Path) -> None:
     class Echoless(FakeEngine):
         async def _events(self, request: Any) -> Any:
             async for event in super()._events(msgspec.structs.replace(request, prompt_records=0)):
                 yield event
 
-    async def scenario(here: Running) -> None:
+    async with running(tmp_path, Echoless()) as here:
         answer = await ask(here, prompt="a", echo=True, logprobs=True)
         assert answer.json()["error"]["message"] == "the engine returned no records of the prompt"
 
-    play(tmp_path, Echoless, scenario)
 
-
-def test_one_request_more_than_the_limit_is_told_to_come_back(tmp_path: Path) -> None:
-    async def scenario(here: Running) -> None:
+async def test_one_request_more_than_the_limit_is_told_to_come_back(tmp_path: Path) -> None:
+    async with running(tmp_path, FakeEngine(allowed=1), requests_max=1) as here:
         first = asyncio.create_task(ask(here, prompt="a", max_tokens=2))
         await here.until(lambda: here.replica.own.gate.inside == 1)
         answer = await ask(here, prompt="a")
@@ -913,11 +830,9 @@ def test_one_request_more_than_the_limit_is_told_to_come_back(tmp_path: Path) ->
         assert (await first).status_code == 200
         assert (await ask(here, prompt="a", max_tokens=2)).status_code == 200
 
-    play(tmp_path, lambda: FakeEngine(allowed=1), scenario, requests_max=1)
 
-
-def test_the_report_health_and_model_list(tmp_path: Path) -> None:
-    async def scenario(here: Running) -> None:
+async def test_the_report_health_and_model_list(tmp_path: Path) -> None:
+    async with running(tmp_path, FakeEngine()) as here:
         await here.swapped("v1")
         report = msgspec.json.decode((await here.http.get("/replica/report")).content, type=ReplicaReport)
         assert (report.replica, report.ready, report.own.snapshot, report.own.generation) == (
@@ -939,11 +854,11 @@ def test_the_report_health_and_model_list(tmp_path: Path) -> None:
         await here.until(lambda: here.replica.ready)
         assert (await here.http.get("/health")).status_code == 200
 
-    play(tmp_path, FakeEngine, scenario)
 
-
-def test_a_request_that_was_meant_for_an_earlier_boot_is_not_served_by_other_weights(tmp_path: Path) -> None:
-    async def scenario(here: Running) -> None:
+async def test_a_request_that_was_meant_for_an_earlier_boot_is_not_served_by_other_weights(
+    tmp_path: Path,
+) -> None:
+    async with running(tmp_path, FakeEngine()) as here:
         await here.swapped("v1")
         boot = here.replica.boot
         body = {"model": MODEL, "prompt": "a", "max_tokens": 1}
@@ -958,23 +873,18 @@ def test_a_request_that_was_meant_for_an_earlier_boot_is_not_served_by_other_wei
         answer = await here.http.post("/v1/completions", json=body, headers=again)
         assert answer.json()["model"] == f"{MODEL}@base"
 
-    play(tmp_path, FakeEngine, scenario)
 
-
-def test_the_event_stream_sends_whole_reports_at_once_and_on_change(tmp_path: Path) -> None:
-    async def scenario(here: Running) -> None:
-        async with here.http.stream("GET", "/replica/events") as events:
-            lines = events.aiter_lines()
-            assert '"kind":"sessions"' in await anext(lines)
-            first = msgspec.json.decode(await anext(lines), type=ReplicaReport)
-            assert (first.own.snapshot, first.boot) == ("base", here.replica.boot)
-            await here.swap("v1")
-            report = first
-            while report.own.snapshot != "v1" or report.own.stage is not Stage.IDLE:
-                report = await next_report(lines)
-            assert [t.stage.value for t in report.own.transitions][-1] == "idle"
-
-    play(tmp_path, FakeEngine, scenario)
+async def test_the_event_stream_sends_whole_reports_at_once_and_on_change(tmp_path: Path) -> None:
+    async with running(tmp_path, FakeEngine()) as here, here.http.stream("GET", "/replica/events") as events:
+        lines = events.aiter_lines()
+        assert '"kind":"sessions"' in await anext(lines)
+        first = msgspec.json.decode(await anext(lines), type=ReplicaReport)
+        assert (first.own.snapshot, first.boot) == ("base", here.replica.boot)
+        await here.swap("v1")
+        report = first
+        while report.own.snapshot != "v1" or report.own.stage is not Stage.IDLE:
+            report = await next_report(lines)
+        assert [t.stage.value for t in report.own.transitions][-1] == "idle"
 
 
 async def next_report(lines: AsyncIterator[str]) -> ReplicaReport:
@@ -984,27 +894,24 @@ async def next_report(lines: AsyncIterator[str]) -> ReplicaReport:
     return msgspec.json.decode(line, type=ReplicaReport)
 
 
-def test_the_end_of_a_load_is_told_at_once_while_other_changes_wait(
+async def test_the_end_of_a_load_is_told_at_once_while_other_changes_wait(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Longer than the test may take.
     monkeypatch.setattr(app, "REPORT_GAP_S", 3600.0)
 
-    async def scenario(here: Running) -> None:
-        async with here.http.stream("GET", "/replica/events") as events:
-            lines = events.aiter_lines()
-            assert '"kind":"sessions"' in await anext(lines)
-            assert msgspec.json.decode(await anext(lines), type=ReplicaReport).own.snapshot == "base"
-            for snapshot in ("v1", "v2"):
-                await here.swap(snapshot)
-                report = await next_report(lines)
-                assert (report.own.snapshot, report.own.stage) == (snapshot, Stage.IDLE)
-
-    play(tmp_path, FakeEngine, scenario)
+    async with running(tmp_path, FakeEngine()) as here, here.http.stream("GET", "/replica/events") as events:
+        lines = events.aiter_lines()
+        assert '"kind":"sessions"' in await anext(lines)
+        assert msgspec.json.decode(await anext(lines), type=ReplicaReport).own.snapshot == "base"
+        for snapshot in ("v1", "v2"):
+            await here.swap(snapshot)
+            report = await next_report(lines)
+            assert (report.own.snapshot, report.own.stage) == (snapshot, Stage.IDLE)
 
 
-def test_a_desired_snapshot_is_taken_once_however_often_it_is_sent(tmp_path: Path) -> None:
-    async def scenario(here: Running) -> None:
+async def test_a_desired_snapshot_is_taken_once_however_often_it_is_sent(tmp_path: Path) -> None:
+    async with running(tmp_path, FakeEngine()) as here:
         body = {"snapshot": "v1", "generation": 7, "url": "file:///b/v1"}
         for _ in range(3):
             answer = await here.http.post("/replica/desired", json=body)
@@ -1012,5 +919,3 @@ def test_a_desired_snapshot_is_taken_once_however_often_it_is_sent(tmp_path: Pat
         await here.until(lambda: here.replica.own.driver.machine.serving == "v1")
         await here.http.post("/replica/desired", json=body)
         assert here.engine.calls == ["stage v1 v1", "commit v1"]
-
-    play(tmp_path, FakeEngine, scenario)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from math import nan
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
-from replica_fakes import MODEL, FakeEngine, Running, ids, running
+from replica_fakes import MODEL, FakeEngine, ids, running
 from test_replica_tool_api import TOOLS, write_tool_model
 
 from midstream.core.reports import ReplicaReport
@@ -68,19 +69,20 @@ def fields(path: str, more: dict[str, Any]) -> dict[str, Any]:
     return {"model": MODEL, "max_tokens": 3, **given, **more}
 
 
-def play(directory: Path, engine: FakeEngine, scenario: Any) -> None:
-    async def main() -> None:
-        async with running(directory, engine, write=write_tool_model) as here:
-            await scenario(here)
-
-    asyncio.run(main())
+@asynccontextmanager
+async def play(
+    directory: Path,
+    engine: FakeEngine,
+) -> AsyncIterator[Any]:
+    async with running(directory, engine, write=write_tool_model) as here:
+        yield here
 
 
 @pytest.mark.parametrize(("feature", "param", "path", "more", "words"), ASKED)
-def test_what_the_engine_lacks_is_refused_with_the_field_the_engine_and_the_feature(
+async def test_what_the_engine_lacks_is_refused_with_the_field_the_engine_and_the_feature(
     tmp_path: Path, feature: str, param: str, path: str, more: dict[str, Any], words: str
 ) -> None:
-    async def scenario(here: Running) -> None:
+    async with play(tmp_path, an_engine(feature)) as here:
         # Whoever waits for it would get a 425 in the end.
         here.replica.own.gate.set(Door.CLOSED)
         for stream in (False, True):
@@ -97,48 +99,40 @@ def test_what_the_engine_lacks_is_refused_with_the_field_the_engine_and_the_feat
             assert message.endswith(f"(feature {feature})")
         assert here.engine.requests == []
 
-    play(tmp_path, an_engine(feature), scenario)
-
 
 @pytest.mark.parametrize(("path", "more"), [*((path, more) for _, _, path, more, _ in ASKED), *NOT_ASKED])
-def test_an_engine_that_has_everything_refuses_none_of_it(
+async def test_an_engine_that_has_everything_refuses_none_of_it(
     tmp_path: Path, path: str, more: dict[str, Any]
 ) -> None:
-    async def scenario(here: Running) -> None:
+    async with play(tmp_path, an_engine()) as here:
         answer = await here.http.post(path, json=fields(path, more))
         assert answer.status_code == 200, answer.text
 
-    play(tmp_path, an_engine(), scenario)
-
 
 @pytest.mark.parametrize(("path", "more"), NOT_ASKED)
-def test_what_needs_no_feature_is_served_by_an_engine_that_has_none(
+async def test_what_needs_no_feature_is_served_by_an_engine_that_has_none(
     tmp_path: Path, path: str, more: dict[str, Any]
 ) -> None:
-    async def scenario(here: Running) -> None:
+    async with play(tmp_path, an_engine(*ENGINE_FEATURES)) as here:
         for stream in (False, True):
             answer = await here.http.post(path, json={**fields(path, more), "stream": stream})
             assert answer.status_code == 200, answer.text
 
-    play(tmp_path, an_engine(*ENGINE_FEATURES), scenario)
 
-
-def test_a_dense_model_is_called_dense_whatever_its_engine_can_do(tmp_path: Path) -> None:
-    async def scenario(here: Running) -> None:
+async def test_a_dense_model_is_called_dense_whatever_its_engine_can_do(tmp_path: Path) -> None:
+    async with play(tmp_path, an_engine("routes", moe=False)) as here:
         more = {"logprobs": True, "include_routing_matrix": True}
         answer = await here.http.post(COMPLETIONS, json=fields(COMPLETIONS, more))
         assert answer.status_code == 400
         assert "this model is dense" in answer.json()["error"]["message"]
 
-    play(tmp_path, an_engine("routes", moe=False), scenario)
 
-
-def test_the_report_carries_the_card_once_the_engine_was_started(tmp_path: Path) -> None:
+async def test_the_report_carries_the_card_once_the_engine_was_started(tmp_path: Path) -> None:
     engine = an_engine("routes")
     # For want of a tokenizer.
     engine.info = msgspec.structs.replace(engine.info, grammars=False)
 
-    async def scenario(here: Running) -> None:
+    async with play(tmp_path, engine) as here:
         report = here.replica.report()
         assert report.max_model_len == 4096
         assert report.card is not None
@@ -149,11 +143,11 @@ def test_the_report_carries_the_card_once_the_engine_was_started(tmp_path: Path)
         refused = await here.http.post(CHAT, json=fields(CHAT, more))
         assert refused.json()["error"]["message"].endswith("(feature grammars)")
 
-    play(tmp_path, engine, scenario)
 
-
-def test_a_stream_of_an_engine_that_cannot_resume_is_not_told_and_none_is_taken_up(tmp_path: Path) -> None:
-    async def scenario(here: Running) -> None:
+async def test_a_stream_of_an_engine_that_cannot_resume_is_not_told_and_none_is_taken_up(
+    tmp_path: Path,
+) -> None:
+    async with play(tmp_path, an_engine("resume")) as here:
         body = {**fields(COMPLETIONS, {}), "stream": True}
         asked = {HEADER_RESUMABLE: "1"}
         answer = await here.http.post(COMPLETIONS, json=body, headers=asked)
@@ -173,8 +167,6 @@ def test_a_stream_of_an_engine_that_cannot_resume_is_not_told_and_none_is_taken_
         assert refused.status_code == 409
         assert "(vllm 0.32.0) does not continue another's stream" in refused.json()["error"]["message"]
 
-    play(tmp_path, an_engine("resume"), scenario)
-
 
 class WithoutSamplingLogprobs(FakeEngine):
     async def generate(self, request: GenerateRequest, at_once: AtOnce | None = None) -> Any:
@@ -183,13 +175,13 @@ class WithoutSamplingLogprobs(FakeEngine):
             yield msgspec.structs.replace(event, tokens=tokens) if tokens else event
 
 
-def test_a_sampling_logprob_that_the_engine_cannot_tell_is_left_out_and_nothing_else_is(
+async def test_a_sampling_logprob_that_the_engine_cannot_tell_is_left_out_and_nothing_else_is(
     tmp_path: Path,
 ) -> None:
     engine = WithoutSamplingLogprobs()
     engine.info = an_engine("sampling_logprobs").info
 
-    async def scenario(here: Running) -> None:
+    async with play(tmp_path, engine) as here:
         more: dict[str, Any] = {"logprobs": True, "temperature": 0.5, "raw_output": True}
         plain = await here.http.post(COMPLETIONS, json=fields(COMPLETIONS, more))
         assert plain.status_code == 200
@@ -200,18 +192,17 @@ def test_a_sampling_logprob_that_the_engine_cannot_tell_is_left_out_and_nothing_
         assert legacy.text.endswith("data: [DONE]\n\n")
         assert "error" not in legacy.text
 
-    play(tmp_path, engine, scenario)
-
 
 def salts(requests: list[GenerateRequest]) -> list[bytes]:
     return [request.salt for request in requests]
 
 
 @pytest.mark.parametrize("lacks", [(), ("max_cache_age",)])
-def test_an_age_limit_that_the_engine_cannot_keep_means_no_reuse_at_all(
+async def test_an_age_limit_that_the_engine_cannot_keep_means_no_reuse_at_all(
     tmp_path: Path, lacks: tuple[str, ...]
 ) -> None:
-    async def scenario(here: Running) -> None:
+    async with play(tmp_path, an_engine(*lacks)) as here:
+
         async def twice() -> list[bytes]:
             here.engine.requests.clear()
             for _ in range(2):
@@ -225,5 +216,3 @@ def test_an_age_limit_that_the_engine_cannot_keep_means_no_reuse_at_all(
         assert len({*before, *limited}) == (3 if lacks else 1)
         await here.swapped("s2", reset_prompt_cache="none")
         assert await twice() == before
-
-    play(tmp_path, an_engine(*lacks), scenario)

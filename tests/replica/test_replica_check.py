@@ -2,7 +2,8 @@
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,6 @@ from midstream.replica.gate import Door
 from midstream.replica.replica import Replica
 from midstream.replica.swap.checker import Checker, NotSound, canary_prompt
 
-Scenario = Callable[[Replica, FakeEngine, FakeSource], Awaitable[None]]
 NAN = math.nan
 
 
@@ -31,18 +31,18 @@ def wanted(snapshot: str, generation: int, **more: object) -> Desired:
     return Desired(snapshot=snapshot, generation=generation, url=f"file:///b/{snapshot}", **more)  # type: ignore[arg-type]
 
 
-def play(directory: Path, scenario: Scenario, engine: FakeEngine | None = None) -> None:
-    async def main() -> None:
-        used, source = engine or FakeEngine(), FakeSource()
-        async with asyncio.timeout(120):
-            replica = make_replica(directory, used, source)
-            await replica.start()
-            try:
-                await scenario(replica, used, source)
-            finally:
-                await replica.close()
-
-    asyncio.run(main())
+@asynccontextmanager
+async def play(
+    directory: Path, engine: FakeEngine | None = None
+) -> AsyncIterator[tuple[Replica, FakeEngine, FakeSource]]:
+    used, source = engine or FakeEngine(), FakeSource()
+    async with asyncio.timeout(120):
+        replica = make_replica(directory, used, source)
+        await replica.start()
+        try:
+            yield replica, used, source
+        finally:
+            await replica.close()
 
 
 async def until(replica: Replica, holds: Callable[[], bool]) -> None:
@@ -63,13 +63,11 @@ def stages(replica: Replica) -> list[str]:
 LOADED = ["fetching", "verifying", "staging", "staged", "committing", "checking"]
 
 
-def test_the_base_weights_are_checked_before_the_replica_is_ready(tmp_path: Path) -> None:
-    async def scenario(replica: Replica, engine: FakeEngine, source: FakeSource) -> None:
+async def test_the_base_weights_are_checked_before_the_replica_is_ready(tmp_path: Path) -> None:
+    async with play(tmp_path) as (replica, _engine, _source):
         assert replica.report().own.check == SnapshotCheck(
             snapshot=BASE_SNAPSHOT, generation=0, weights="digest of base", canary=(-1.0,) * 31
         )
-
-    play(tmp_path, scenario)
 
 
 async def test_a_replica_whose_base_weights_are_not_sound_does_not_start(tmp_path: Path) -> None:
@@ -82,8 +80,8 @@ async def test_a_replica_whose_base_weights_are_not_sound_does_not_start(tmp_pat
     await replica.close()
 
 
-def test_what_the_check_found_is_reported_once_the_snapshot_is_ready(tmp_path: Path) -> None:
-    async def scenario(replica: Replica, engine: FakeEngine, source: FakeSource) -> None:
+async def test_what_the_check_found_is_reported_once_the_snapshot_is_ready(tmp_path: Path) -> None:
+    async with play(tmp_path) as (replica, engine, _source):
         engine.canary["v1"], engine.digests["v1"] = [-2.5], None
         engine.check_gate.clear()
         replica.desire(wanted("v1", 7))
@@ -97,14 +95,12 @@ def test_what_the_check_found_is_reported_once_the_snapshot_is_ready(tmp_path: P
             snapshot="v1", generation=7, weights=None, canary=(-2.5,) * 31
         )
 
-    play(tmp_path, scenario)
-
 
 @pytest.mark.parametrize("digested", [True, False], ids=["by digest", "by canary"])
-def test_weights_that_served_before_are_told_when_they_come_under_another_name(
+async def test_weights_that_served_before_are_told_when_they_come_under_another_name(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, digested: bool
 ) -> None:
-    async def scenario(replica: Replica, engine: FakeEngine, source: FakeSource) -> None:
+    async with play(tmp_path) as (replica, engine, _source):
         found = {BASE_SNAPSHOT: "a", "v1": "a", "v2": "b", "v3": "b", "v4": "c", "v5": "b"}
         for snapshot, weights in found.items():
             engine.digests[snapshot] = weights if digested else None
@@ -120,18 +116,16 @@ def test_weights_that_served_before_are_told_when_they_come_under_another_name(
         assert same[1:] == ["", "v2", "", ""]
         counts = replica.sessions.measures.counts["swaps"]
         assert (counts["unchanged"], counts["ready"]) == (1, 4)
-
-    play(tmp_path, scenario)
     warned = [line.getMessage() for line in caplog.records if "same weights" in line.getMessage()]
     assert warned == [
         "v3 has the same weights as v2, which served before: does the trainer send what it trains?"
     ]
 
 
-def test_base_weights_that_a_trainer_publishes_are_no_fault(
+async def test_base_weights_that_a_trainer_publishes_are_no_fault(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def scenario(replica: Replica, engine: FakeEngine, source: FakeSource) -> None:
+    async with play(tmp_path) as (replica, engine, _source):
         engine.digests["v1"] = f"digest of {BASE_SNAPSHOT}"
         replica.desire(wanted("v1", 1))
         await at(replica, "v1", Stage.IDLE)
@@ -139,13 +133,11 @@ def test_base_weights_that_a_trainer_publishes_are_no_fault(
         assert swap is not None
         assert swap.same_weights_as == BASE_SNAPSHOT
         assert replica.sessions.measures.counts["swaps"]["unchanged"] == 0
-
-    play(tmp_path, scenario)
     assert not [line for line in caplog.records if "same weights" in line.getMessage()]
 
 
-def test_the_canary_is_urgent_scores_all_and_shares_its_cache_with_nothing(tmp_path: Path) -> None:
-    async def scenario(replica: Replica, engine: FakeEngine, source: FakeSource) -> None:
+async def test_the_canary_is_urgent_scores_all_and_shares_its_cache_with_nothing(tmp_path: Path) -> None:
+    async with play(tmp_path) as (replica, engine, _source):
         for generation in (1, 2):
             replica.desire(wanted(f"v{generation}", generation))
             await at(replica, f"v{generation}", Stage.IDLE)
@@ -156,8 +148,6 @@ def test_the_canary_is_urgent_scores_all_and_shares_its_cache_with_nothing(tmp_p
             assert (canary.prompt_records, canary.sampling.max_tokens) == (32, 0)
         assert len({canary.salt for canary in engine.canaries}) == 3
         assert len({canary.request_id for canary in engine.canaries}) == 3
-
-    play(tmp_path, scenario)
 
 
 @pytest.mark.parametrize(
@@ -172,10 +162,10 @@ def test_the_canary_fits_the_model(vocab: int, longest: int, experts: int, size:
     assert len(set(prompt)) == min(vocab, size)
 
 
-def test_weights_that_fail_their_check_are_not_tried_again_by_themselves(tmp_path: Path) -> None:
+async def test_weights_that_fail_their_check_are_not_tried_again_by_themselves(tmp_path: Path) -> None:
     """Also not in a pause, whose call was answered with the failure."""
 
-    async def scenario(replica: Replica, engine: FakeEngine, source: FakeSource) -> None:
+    async with play(tmp_path) as (replica, engine, _source):
         before = replica.own.namespaces.admit(("", "s"))
         replica.pause(Pause(serial=1, mode="keep"))
         engine.canary["v1"] = [NAN, -1.0]
@@ -200,12 +190,10 @@ def test_weights_that_fail_their_check_are_not_tried_again_by_themselves(tmp_pat
         assert replica.report().ready
         assert replica.own.namespaces.admit(("", "s")) != before, "KV of unsound weights may be found"
 
-    play(tmp_path, scenario)
-
 
 @pytest.mark.parametrize("proved", [True, False])
-def test_nobody_enters_under_weights_that_failed_their_check(tmp_path: Path, proved: bool) -> None:
-    async def scenario(replica: Replica, engine: FakeEngine, source: FakeSource) -> None:
+async def test_nobody_enters_under_weights_that_failed_their_check(tmp_path: Path, proved: bool) -> None:
+    async with play(tmp_path, unproved() if not proved else None) as (replica, engine, _source):
         engine.canary["v1"] = [NAN]
         replica.desire(wanted("v1", 1))
         await until(replica, lambda: replica.report().own.stage is Stage.ERROR)
@@ -222,8 +210,6 @@ def test_nobody_enters_under_weights_that_failed_their_check(tmp_path: Path, pro
         await replica.own.gate.enter()
         assert replica.own.namespaces.admit(None) == 2, "KV of unsound weights may be found"
 
-    play(tmp_path, scenario, unproved() if not proved else None)
-
 
 def unproved() -> FakeEngine:
     """As vLLM: it loads weights in place, so that they are proved only once they serve."""
@@ -232,14 +218,14 @@ def unproved() -> FakeEngine:
     return engine
 
 
-def test_nothing_waits_for_a_digest_where_requests_wait_for_the_check(tmp_path: Path) -> None:
+async def test_nothing_waits_for_a_digest_where_requests_wait_for_the_check(tmp_path: Path) -> None:
     """A digest takes longer the larger the model is."""
 
     def weights(replica: Replica) -> str | None:
         check = replica.report().own.check
         return None if check is None else check.weights
 
-    async def scenario(replica: Replica, engine: FakeEngine, source: FakeSource) -> None:
+    async with play(tmp_path, unproved()) as (replica, engine, _source):
         await until(replica, lambda: weights(replica) == f"digest of {BASE_SNAPSHOT}")
         engine.digest_gate.clear()
         for generation, name in enumerate(("v1", "v2"), start=1):
@@ -256,10 +242,8 @@ def test_nothing_waits_for_a_digest_where_requests_wait_for_the_check(tmp_path: 
         engine.digest_gate.set()
         await until(replica, lambda: weights(replica) == "digest of v2")
 
-    play(tmp_path, scenario, unproved())
 
-
-def test_a_replica_that_serves_the_run_does_not_wait_for_a_digest(tmp_path: Path) -> None:
+async def test_a_replica_that_serves_the_run_does_not_wait_for_a_digest(tmp_path: Path) -> None:
     """One that serves its first snapshot may be about to join the others, and waits. So does every second one of a fast run,
     and one whose canary cannot tell it from the weights before."""
     engine = FakeEngine()
@@ -292,10 +276,11 @@ def test_a_replica_that_serves_the_run_does_not_wait_for_a_digest(tmp_path: Path
             await at(replica, f"v{number}", Stage.IDLE)
         assert waits == [True, False, True, False, True]
 
-    play(tmp_path, scenario, engine)
+    async with play(tmp_path, engine) as (replica, engine, source):
+        await scenario(replica, engine, source)
 
 
-def test_a_digest_under_way_goes_on_when_an_attempt_ends_before_its_switch(tmp_path: Path) -> None:
+async def test_a_digest_under_way_goes_on_when_an_attempt_ends_before_its_switch(tmp_path: Path) -> None:
     """Else a replica with targets that fail, one after the other, would never have one."""
     engine = unproved()
     reads: list[str] = []
@@ -330,14 +315,15 @@ def test_a_digest_under_way_goes_on_when_an_attempt_ends_before_its_switch(tmp_p
         assert replica.own.driver.check.weights == "digest of v1"
         assert reads == [BASE_SNAPSHOT, "v1"]
 
-    play(tmp_path, scenario, engine)
+    async with play(tmp_path, engine) as (replica, engine, source):
+        await scenario(replica, engine, source)
 
 
 @pytest.mark.parametrize("differs", [True, False])
-def test_a_digest_that_comes_later_says_whether_the_weights_are_those_of_before(
+async def test_a_digest_that_comes_later_says_whether_the_weights_are_those_of_before(
     tmp_path: Path, differs: bool
 ) -> None:
-    async def scenario(replica: Replica, engine: FakeEngine, source: FakeSource) -> None:
+    async with play(tmp_path, unproved()) as (replica, engine, _source):
         driver = replica.own.driver
         for generation, snapshot in enumerate(("v1", "v2"), start=1):
             engine.canary[snapshot] = [-1.0]
@@ -354,12 +340,10 @@ def test_a_digest_that_comes_later_says_whether_the_weights_are_those_of_before(
         assert swap is not None
         assert swap.same_weights_as == ("" if differs else "v1")
 
-    play(tmp_path, scenario, unproved())
-
 
 @pytest.mark.parametrize("sound", [True, False])
 @pytest.mark.parametrize("transition", ["ASYNC", "SYNC"])
-def test_newcomers_wait_for_the_check_of_weights_that_were_not_proved_before(
+async def test_newcomers_wait_for_the_check_of_weights_that_were_not_proved_before(
     tmp_path: Path, transition: str, sound: bool
 ) -> None:
     async def scenario(replica: Replica, engine: FakeEngine, source: FakeSource) -> None:
@@ -385,13 +369,14 @@ def test_newcomers_wait_for_the_check_of_weights_that_were_not_proved_before(
             with pytest.raises(AnotherBoot, match="failed their check"):
                 await newcomer
 
-    play(tmp_path, scenario, unproved())
+    async with play(tmp_path, unproved()) as (replica, engine, source):
+        await scenario(replica, engine, source)
 
 
-def test_the_check_of_weights_that_were_not_proved_before_is_not_given_up(tmp_path: Path) -> None:
+async def test_the_check_of_weights_that_were_not_proved_before_is_not_given_up(tmp_path: Path) -> None:
     """The newer snapshot may fail to load, and then nobody had looked at what serves."""
 
-    async def scenario(replica: Replica, engine: FakeEngine, source: FakeSource) -> None:
+    async with play(tmp_path, unproved()) as (replica, engine, source):
         engine.check_gate.clear()
         replica.desire(wanted("v1", 1))
         await at(replica, "v1", Stage.CHECKING)
@@ -406,11 +391,9 @@ def test_the_check_of_weights_that_were_not_proved_before_is_not_given_up(tmp_pa
         assert (replica.report().own.snapshot, replica.own.gate.door) == ("v1", Door.OPEN)
         assert replica.report().own.check is not None
 
-    play(tmp_path, scenario, unproved())
 
-
-def test_a_newer_target_takes_the_place_of_what_is_not_sound(tmp_path: Path) -> None:
-    async def scenario(replica: Replica, engine: FakeEngine, source: FakeSource) -> None:
+async def test_a_newer_target_takes_the_place_of_what_is_not_sound(tmp_path: Path) -> None:
+    async with play(tmp_path) as (replica, engine, _source):
         engine.canary["v1"] = [NAN]
         engine.check_gate.clear()
         replica.desire(wanted("v1", 1))
@@ -420,11 +403,9 @@ def test_a_newer_target_takes_the_place_of_what_is_not_sound(tmp_path: Path) -> 
         await at(replica, "v2", Stage.IDLE)
         assert engine.switches == ["v1", "v2"]
 
-    play(tmp_path, scenario)
 
-
-def test_going_back_to_what_is_not_sound_loads_it_again(tmp_path: Path) -> None:
-    async def scenario(replica: Replica, engine: FakeEngine, source: FakeSource) -> None:
+async def test_going_back_to_what_is_not_sound_loads_it_again(tmp_path: Path) -> None:
+    async with play(tmp_path) as (replica, engine, _source):
         engine.canary["v1"] = [NAN, -1.0]
         replica.desire(wanted("v1", 1))
         await until(replica, lambda: replica.report().own.stage is Stage.ERROR)
@@ -432,8 +413,6 @@ def test_going_back_to_what_is_not_sound_loads_it_again(tmp_path: Path) -> None:
         await at(replica, "v1", Stage.IDLE)
         assert engine.switches == ["v1"] * 2
         assert replica.report().ready
-
-    play(tmp_path, scenario)
 
 
 @pytest.mark.parametrize(
@@ -466,8 +445,8 @@ def test_weights_that_cannot_be_read_have_no_digest_but_are_sound(
     assert "RuntimeError: no" in caplog.text
 
 
-def test_an_engine_that_dies_while_it_is_checked_is_a_new_boot(tmp_path: Path) -> None:
-    async def scenario(replica: Replica, engine: FakeEngine, source: FakeSource) -> None:
+async def test_an_engine_that_dies_while_it_is_checked_is_a_new_boot(tmp_path: Path) -> None:
+    async with play(tmp_path) as (replica, engine, _source):
         boot = replica.boot
         engine.check_gate.clear()
         replica.desire(wanted("v1", 1))
@@ -482,14 +461,12 @@ def test_an_engine_that_dies_while_it_is_checked_is_a_new_boot(tmp_path: Path) -
             ),
         )
 
-    play(tmp_path, scenario)
-
 
 @pytest.mark.parametrize("transition", ["ASYNC", "SYNC"])
-def test_a_swap_opens_no_gate_of_a_replica_that_takes_no_more_requests(
+async def test_a_swap_opens_no_gate_of_a_replica_that_takes_no_more_requests(
     tmp_path: Path, transition: str
 ) -> None:
-    async def scenario(replica: Replica, engine: FakeEngine, source: FakeSource) -> None:
+    async with play(tmp_path) as (replica, engine, _source):
         engine.stage_gate.clear()
         replica.desire(wanted("v1", 7, transition=transition))
         await until(replica, lambda: replica.own.driver.machine.stage is Stage.STAGING)
@@ -497,5 +474,3 @@ def test_a_swap_opens_no_gate_of_a_replica_that_takes_no_more_requests(
         engine.stage_gate.set()
         await at(replica, "v1", Stage.IDLE)
         assert replica.own.gate.door is Door.DOWN
-
-    play(tmp_path, scenario)

@@ -4,7 +4,8 @@ import asyncio
 import os
 import signal
 import threading
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,6 @@ from midstream.replica.text.grammarcheck import (
 )
 from midstream.replica.text.schema_bounds import problem_of_size
 from midstream.replica.text.text_jobs import Leave, Left
-
-Scenario = Callable[[Running], Awaitable[None]]
 
 NOTHING = "no answer can match it: it asks for itself before it asks for anything"
 TREE = {
@@ -206,14 +205,14 @@ def test_the_process_ends_when_nobody_can_ask_it_any_more(checks: GrammarChecks)
 # Through a replica
 
 
-def play(directory: Path, scenario: Scenario) -> None:
-    async def main() -> None:
-        engine = FakeEngine()
-        engine.info = msgspec.structs.replace(engine.info, grammars=True)
-        async with running(directory, engine) as here:
-            await scenario(here)
-
-    asyncio.run(main())
+@asynccontextmanager
+async def play(
+    directory: Path,
+) -> AsyncIterator[Running]:
+    engine = FakeEngine()
+    engine.info = msgspec.structs.replace(engine.info, grammars=True)
+    async with running(directory, engine) as here:
+        yield here
 
 
 async def ask(here: Running, schema: Any = None) -> httpx.Response:
@@ -233,10 +232,10 @@ async def ask(here: Running, schema: Any = None) -> httpx.Response:
     ],
     ids=["itself", "a-b-a", "properties", "slow"],
 )
-def test_a_schema_that_cannot_be_served_is_refused_in_the_apis_shape(
+async def test_a_schema_that_cannot_be_served_is_refused_in_the_apis_shape(
     tmp_path: Path, schema: Any, why: str
 ) -> None:
-    async def scenario(here: Running) -> None:
+    async with play(tmp_path) as here:
         answer = await ask(here, schema)
         assert (answer.status_code, answer.json()) == (
             400,
@@ -251,22 +250,18 @@ def test_a_schema_that_cannot_be_served_is_refused_in_the_apis_shape(
         )
         assert here.engine.requests == []
 
-    play(tmp_path, scenario)
 
-
-def test_recursive_schemas_reach_the_engine(tmp_path: Path) -> None:
-    async def scenario(here: Running) -> None:
+async def test_recursive_schemas_reach_the_engine(tmp_path: Path) -> None:
+    async with play(tmp_path) as here:
         for schema in (TREE, LINKED):
             assert (await ask(here, schema)).status_code == 200
         assert ["$ref" in str(request.grammar) for request in here.engine.requests] == [True, True]
 
-    play(tmp_path, scenario)
 
-
-def test_others_are_answered_while_a_grammar_is_compiled(
+async def test_others_are_answered_while_a_grammar_is_compiled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def scenario(here: Running) -> None:
+    async with play(tmp_path) as here:
         begun, may_go_on, loop = asyncio.Event(), threading.Event(), asyncio.get_running_loop()
 
         def slow(grammar: str, *, begun: bool, told: asyncio.Event = begun) -> GrammarVerdict:
@@ -282,16 +277,12 @@ def test_others_are_answered_while_a_grammar_is_compiled(
         may_go_on.set()
         assert (await constrained).status_code == 400
 
-    play(tmp_path, scenario)
 
-
-def test_the_process_ends_with_its_replica(tmp_path: Path) -> None:
+async def test_the_process_ends_with_its_replica(tmp_path: Path) -> None:
     children: list[int] = []
 
-    async def scenario(here: Running) -> None:
+    async with play(tmp_path) as here:
         assert (await ask(here, TREE)).status_code == 200
         children.append(pid(here.replica._kept.grammars))
-
-    play(tmp_path, scenario)
     with pytest.raises(ProcessLookupError):
         os.kill(children[0], 0)

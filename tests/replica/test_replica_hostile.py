@@ -8,8 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from replica_fakes import FakeEngine, Running
-from test_replica_wire import play
+from replica_fakes import FakeEngine, running
 
 from midstream.core.decoding import message_of
 from midstream.core.errors import InvalidRequest
@@ -79,15 +78,13 @@ RESULT = {"type": "tool_result", "tool_use_id": "c", "content": "a"}
         ("/tokenize", {"messages": [{"role": HOLE, "content": "a"}]}),
     ],
 )
-def test_no_depth_of_a_body_is_an_error_of_the_server(tmp_path: Path, path: str, body: Any) -> None:
+async def test_no_depth_of_a_body_is_an_error_of_the_server(tmp_path: Path, path: str, body: Any) -> None:
     """One that is just within what the decoder takes was beyond what its message takes."""
 
-    async def scenario(here: Running) -> None:
+    async with running(tmp_path, FakeEngine()) as here:
         given = json.dumps({"model": "tiny"} | body)
         for begin, end in (("[", "]"), ('{"a":', "}")):
             for depth in range(850, 1001):
                 nested = given.replace(f'"{HOLE}"', f"{begin * depth}0{end * depth}")
                 answer = await here.http.post(path, content=nested.encode())
                 assert answer.status_code == 400, (depth, answer.text)
-
-    play(tmp_path, FakeEngine(), scenario)

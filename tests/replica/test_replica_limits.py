@@ -3,7 +3,7 @@
 import asyncio
 import gc
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,23 +17,13 @@ from midstream.core.types import GenerateRequest, GenerationEvent
 from midstream.engine.base import EngineDied
 from midstream.replica.gate import Door, Gate
 
-Scenario = Callable[[Running], Awaitable[None]]
-
-
-def play(directory: Path, engine: FakeEngine, scenario: Scenario, **more: Any) -> None:
-    async def main() -> None:
-        async with running(directory, engine, **more) as here:
-            await scenario(here)
-
-    asyncio.run(main())
-
 
 async def ask(here: Running, path: str = "/v1/completions", **fields: Any) -> httpx.Response:
     return await here.http.post(path, json={"model": MODEL, **fields})
 
 
-def test_prompts_times_n_has_a_limit_that_names_both(tmp_path: Path) -> None:
-    async def scenario(here: Running) -> None:
+async def test_prompts_times_n_has_a_limit_that_names_both(tmp_path: Path) -> None:
+    async with running(tmp_path, FakeEngine()) as here:
         answer = await ask(here, prompt=["a"] * 9, n=114, max_tokens=1)
         assert (answer.status_code, answer.json()["error"]["message"]) == (
             400,
@@ -43,11 +33,9 @@ def test_prompts_times_n_has_a_limit_that_names_both(tmp_path: Path) -> None:
         whole = (await ask(here, prompt=["a"] * 8, n=128, max_tokens=1)).json()
         assert [choice["index"] for choice in whole["choices"]] == list(range(1024))
 
-    play(tmp_path, FakeEngine(), scenario)
 
-
-def test_the_gate_counts_choices(tmp_path: Path) -> None:
-    async def scenario(here: Running) -> None:
+async def test_the_gate_counts_choices(tmp_path: Path) -> None:
+    async with running(tmp_path, FakeEngine(allowed=1), requests_max=5) as here:
         first = asyncio.create_task(ask(here, prompt=["a", "b"], n=2, max_tokens=2))
         await here.until(lambda: here.replica.own.gate.choices == 4)
         refused = await ask(here, prompt="a", n=2, max_tokens=2)
@@ -61,8 +49,6 @@ def test_the_gate_counts_choices(tmp_path: Path) -> None:
         here.engine.allow(2)
         assert [(await task).status_code for task in (first, fits)] == [200, 200]
         assert here.replica.own.gate.choices == 0
-
-    play(tmp_path, FakeEngine(allowed=1), scenario, requests_max=5)
 
 
 async def test_a_request_larger_than_the_bound_is_served_when_it_is_alone() -> None:
@@ -119,7 +105,7 @@ def count_tokenizing(here: Running, monkeypatch: pytest.MonkeyPatch) -> list[boo
     return seen
 
 
-def test_long_prompts_are_tokenized_off_the_loop_also_when_each_is_short(
+async def test_long_prompts_are_tokenized_off_the_loop_also_when_each_is_short(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def scenario(here: Running) -> None:
@@ -134,13 +120,14 @@ def test_long_prompts_are_tokenized_off_the_loop_also_when_each_is_short(
 
     engine = FakeEngine()
     engine.info = replace(engine.info, max_model_len=2**16)
-    play(tmp_path, engine, scenario)
+    async with running(tmp_path, engine) as here:
+        await scenario(here)
 
 
-def test_a_request_that_cannot_enter_is_refused_before_it_is_tokenized_but_after_it_is_checked(
+async def test_a_request_that_cannot_enter_is_refused_before_it_is_tokenized_but_after_it_is_checked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def scenario(here: Running) -> None:
+    async with running(tmp_path, FakeEngine()) as here:
         seen = count_tokenizing(here, monkeypatch)
         here.replica.own.gate.set(Door.CLOSED)
         assert (await ask(here, prompt="a")).status_code == 425
@@ -152,12 +139,12 @@ def test_a_request_that_cannot_enter_is_refused_before_it_is_tokenized_but_after
         assert seen == []
         here.replica.own.gate.set(Door.OPEN)
 
-    play(tmp_path, FakeEngine(), scenario)
-
 
 @pytest.mark.parametrize("prompts", [["a"], ["a", "b"]])
-def test_a_choice_that_hit_its_stop_string_is_ended_in_the_engine(tmp_path: Path, prompts: list[str]) -> None:
-    async def scenario(here: Running) -> None:
+async def test_a_choice_that_hit_its_stop_string_is_ended_in_the_engine(
+    tmp_path: Path, prompts: list[str]
+) -> None:
+    async with running(tmp_path, FakeEngine()) as here:
         here.engine.replies = {1: ids("world ")}
         whole = (await ask(here, prompt=prompts, n=2, max_tokens=9, stop="lo")).json()
         assert [(c["text"], c["finish_reason"]) for c in whole["choices"]] == [
@@ -169,11 +156,9 @@ def test_a_choice_that_hit_its_stop_string_is_ended_in_the_engine(tmp_path: Path
         assert [here.engine.made_of[request, 0] for request in requests] == [4] * len(prompts)
         assert [here.engine.made_of[request, 1] for request in requests] == [9] * len(prompts)
 
-    play(tmp_path, FakeEngine(), scenario)
 
-
-def test_an_echo_without_logprobs_asks_the_engine_for_no_records(tmp_path: Path) -> None:
-    async def scenario(here: Running) -> None:
+async def test_an_echo_without_logprobs_asks_the_engine_for_no_records(tmp_path: Path) -> None:
+    async with running(tmp_path, FakeEngine()) as here:
         fields: dict[str, Any] = {
             "prompt": [65, 66, 67], "echo": True, "raw_output": True, "return_token_ids": True,
         }  # fmt: skip
@@ -197,10 +182,8 @@ def test_an_echo_without_logprobs_asks_the_engine_for_no_records(tmp_path: Path)
             (f"{MODEL}@v1", ""),
         ]
 
-    play(tmp_path, FakeEngine(), scenario)
 
-
-def test_an_engine_that_dies_under_several_prompts_is_reported_once(tmp_path: Path) -> None:
+async def test_an_engine_that_dies_under_several_prompts_is_reported_once(tmp_path: Path) -> None:
     class Dying(FakeEngine):
         async def _events(self, request: GenerateRequest) -> AsyncIterator[GenerationEvent]:
             self._announce()
@@ -213,12 +196,10 @@ def test_an_engine_that_dies_under_several_prompts_is_reported_once(tmp_path: Pa
                 raise EngineDied("killed by the test")
             yield GenerationEvent()
 
-    async def scenario(here: Running) -> None:
+    async with running(tmp_path, Dying()) as here:
         unheard: list[dict[str, Any]] = []
         asyncio.get_running_loop().set_exception_handler(lambda _, context: unheard.append(context))
         assert (await ask(here, prompt=["a", "b", "c"])).status_code == 503
         await here.until(lambda: here.replica.ready and here.replica.own.gate.inside == 0)
         gc.collect()
         assert unheard == []
-
-    play(tmp_path, Dying(), scenario)

@@ -5,7 +5,7 @@ import gc
 import sys
 import threading
 import weakref
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +22,6 @@ from midstream.replica.request.schema import VALUES_MAX, parse_chat, parse_compl
 from midstream.replica.text import text_jobs
 from midstream.replica.text.chat import PIECE_CHARACTERS, TextModel
 from midstream.replica.text.text_jobs import Leave, Left, TextJobs
-
-Scenario = Callable[[Running], Awaitable[None]]
-
-
-def play(directory: Path, engine: FakeEngine, scenario: Scenario, **more: Any) -> None:
-    async def main() -> None:
-        async with running(directory, engine, **more) as here:
-            await scenario(here)
-
-    asyncio.run(main())
 
 
 async def ask(here: Running, path: str = "/v1/completions", **fields: Any) -> httpx.Response:
@@ -77,13 +67,13 @@ def hold_long_texts(here: Running, monkeypatch: pytest.MonkeyPatch) -> tuple[asy
     return begun, may_go_on
 
 
-def test_text_that_cannot_fit_is_refused_before_it_is_tokenized(
+async def test_text_that_cannot_fit_is_refused_before_it_is_tokenized(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     most = "this model's maximum context length is 128 tokens, and"
     why = "bytes of text are at least {} tokens, as a token of this model stands for at most 12 bytes"
 
-    async def scenario(here: Running) -> None:
+    async with running(tmp_path, FakeEngine()) as here:
         tokenized = watch(here, monkeypatch)
         long = "\u00e4" * 1000
         assert await refused(here, prompt=long) == (f"prompt: {most} 2000 {why.format(167)}", "prompt")
@@ -103,13 +93,11 @@ def test_text_that_cannot_fit_is_refused_before_it_is_tokenized(
         assert await refused(here, chat, messages=many) == (expected, "messages")
         assert tokenized == []
 
-    play(tmp_path, FakeEngine(), scenario)
 
-
-def test_messages_and_token_ids_are_counted_before_anything_is_done_with_them(
+async def test_messages_and_token_ids_are_counted_before_anything_is_done_with_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def scenario(here: Running) -> None:
+    async with running(tmp_path, FakeEngine()) as here:
         rendered: list[Any] = []
         monkeypatch.setattr(here.replica._text, "render", lambda *given: rendered.append(given))
         many = [{"role": "user", "content": ""}] * 129
@@ -122,8 +110,6 @@ def test_messages_and_token_ids_are_counted_before_anything_is_done_with_them(
         assert await refused(here, prompt=[1] * 1_000_000) == (room, "prompt")
         assert await refused(here, prompt=[[1], [1] * 1_000_000]) == (room, "prompt")
         assert rendered == []
-
-    play(tmp_path, FakeEngine(), scenario)
 
 
 @pytest.mark.parametrize("field", ['"prompt": [%s]', '"prompt": ["%s"]'])
@@ -146,7 +132,7 @@ def unprovable(directory: Path) -> Path:
     return directory
 
 
-def test_where_bytes_prove_nothing_no_more_is_tokenized_than_shows_that_it_is_too_long(
+async def test_where_bytes_prove_nothing_no_more_is_tokenized_than_shows_that_it_is_too_long(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def scenario(here: Running) -> None:
@@ -162,10 +148,11 @@ def test_where_bytes_prove_nothing_no_more_is_tokenized_than_shows_that_it_is_to
 
     engine = FakeEngine()
     engine.info = replace(engine.info, max_model_len=40_000)
-    play(tmp_path, engine, scenario, write=unprovable)
+    async with running(tmp_path, engine, write=unprovable) as here:
+        await scenario(here)
 
 
-def test_a_short_request_sent_after_a_long_one_is_answered_before_it(
+async def test_a_short_request_sent_after_a_long_one_is_answered_before_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def scenario(here: Running) -> None:
@@ -179,10 +166,11 @@ def test_a_short_request_sent_after_a_long_one_is_answered_before_it(
 
     engine = FakeEngine()
     engine.info = replace(engine.info, max_model_len=40_000)
-    play(tmp_path, engine, scenario)
+    async with running(tmp_path, engine) as here:
+        await scenario(here)
 
 
-def test_a_text_that_was_read_while_the_engine_began_anew_is_not_served(
+async def test_a_text_that_was_read_while_the_engine_began_anew_is_not_served(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def scenario(here: Running) -> None:
@@ -198,7 +186,8 @@ def test_a_text_that_was_read_while_the_engine_began_anew_is_not_served(
 
     engine = FakeEngine()
     engine.info = replace(engine.info, max_model_len=40_000)
-    play(tmp_path, engine, scenario)
+    async with running(tmp_path, engine) as here:
+        await scenario(here)
 
 
 @pytest.mark.parametrize("name", ["encode", "encode_rendered"])
@@ -340,16 +329,16 @@ async def test_more_long_texts_than_may_wait_are_refused(monkeypatch: pytest.Mon
     jobs.close()
 
 
-def test_long_bodies_of_token_ids_are_no_long_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_long_bodies_of_token_ids_are_no_long_texts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Decoding them takes milliseconds. A burst of long prompts, as a trainer sends it after a hot load, was a 429."""
     monkeypatch.setattr(text_jobs, "WAITING_MAX", 1)
     monkeypatch.setattr(prompting, "LONG_BODY", 10)
 
-    async def scenario(here: Running) -> None:
+    async with running(tmp_path, FakeEngine()) as here:
         asked = [ask(here, prompt=[1, 2, number]) for number in range(8)]
         assert [answer.status_code for answer in await asyncio.gather(*asked)] == [200] * 8
-
-    play(tmp_path, FakeEngine(), scenario)
 
 
 async def test_texts_that_wait_when_a_replica_ends_are_refused_and_their_requests_may_begin_elsewhere() -> (
@@ -435,7 +424,7 @@ def test_nothing_of_a_job_that_failed_waits_for_a_collection(leaves: bool) -> No
         ("/v1/chat/completions/render", {"messages": [{"role": "user", "content": "a" * 300_000}]}),
     ],
 )
-def test_a_long_body_is_decoded_beside_the_loop_on_every_wire(
+async def test_a_long_body_is_decoded_beside_the_loop_on_every_wire(
     path: str, fields: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     threads: list[int] = []
@@ -447,13 +436,11 @@ def test_a_long_body_is_decoded_beside_the_loop_on_every_wire(
 
     monkeypatch.setattr(schema, "_check_values", spied)
 
-    async def scenario(here: Running) -> None:
+    async with running(tmp_path, FakeEngine()) as here:
         answer = await here.http.post(path, json={"model": MODEL, **fields})
         assert answer.status_code == 400, answer.text
         assert threads
         assert threading.get_ident() not in threads
-
-    play(tmp_path, FakeEngine(), scenario)
 
 
 @pytest.mark.parametrize(("sign", "what"), [("{},", "opening brackets"), ('"a":1,', "members of objects")])

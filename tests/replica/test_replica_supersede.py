@@ -2,7 +2,8 @@
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -16,24 +17,25 @@ from midstream.replica.swap.table import SwapEvent
 from midstream.snapshots.arc2.files import Making
 
 TICKS = range(6)
-Scenario = Callable[[Replica], Awaitable[None]]
 
 
 def wanted(snapshot: str, generation: int, **more: object) -> Desired:
     return Desired(snapshot=snapshot, generation=generation, url=f"file:///b/{snapshot}", **more)  # type: ignore[arg-type]
 
 
-def play(directory: Path, engine: FakeEngine, source: FakeSource, scenario: Scenario) -> None:
-    async def main() -> None:
-        async with asyncio.timeout(120):
-            replica = make_replica(directory, engine, source)
-            await replica.start()
-            try:
-                await scenario(replica)
-            finally:
-                await replica.close()
-
-    asyncio.run(main())
+@asynccontextmanager
+async def play(
+    directory: Path,
+    engine: FakeEngine,
+    source: FakeSource,
+) -> AsyncIterator[Replica]:
+    async with asyncio.timeout(120):
+        replica = make_replica(directory, engine, source)
+        await replica.start()
+        try:
+            yield replica
+        finally:
+            await replica.close()
 
 
 def paced(stage: int = 0, commit: int = 0, source: int = 0) -> tuple[FakeEngine, FakeSource]:
@@ -78,7 +80,7 @@ def check_agreement(replica: Replica, engine: FakeEngine, boot: str) -> None:
 @pytest.mark.parametrize("transition", ["ASYNC", "SYNC"])
 @pytest.mark.parametrize("stage", TICKS)
 @pytest.mark.parametrize("commit", TICKS)
-def test_a_newer_target_at_any_tick_of_a_swap_is_what_serves_in_the_end(
+async def test_a_newer_target_at_any_tick_of_a_swap_is_what_serves_in_the_end(
     tmp_path: Path, stage: int, commit: int, transition: str
 ) -> None:
     for after in range(2 * 2 + stage + commit + 12):
@@ -97,11 +99,14 @@ def test_a_newer_target_at_any_tick_of_a_swap_is_what_serves_in_the_end(
             replica.desire(wanted("v3", 3))
             await serves(replica, "v3")
 
-        play(tmp_path, engine, source, scenario)
+        async with play(tmp_path, engine, source) as replica:
+            await scenario(replica)
 
 
 @pytest.mark.parametrize("between", TICKS)
-def test_a_target_that_is_withdrawn_and_comes_back_is_loaded_after_all(tmp_path: Path, between: int) -> None:
+async def test_a_target_that_is_withdrawn_and_comes_back_is_loaded_after_all(
+    tmp_path: Path, between: int
+) -> None:
     for after in range(14):
         engine, source = paced(2, 2, 1)
 
@@ -117,11 +122,12 @@ def test_a_target_that_is_withdrawn_and_comes_back_is_loaded_after_all(tmp_path:
             assert machine.serving == "v1"
             check_agreement(replica, engine, boot)
 
-        play(tmp_path, engine, source, scenario)
+        async with play(tmp_path, engine, source) as replica:
+            await scenario(replica)
 
 
 @pytest.mark.parametrize("commit", TICKS)
-def test_a_driver_cancelled_at_any_tick_leaves_no_attempt_behind_and_no_switch_half_done(
+async def test_a_driver_cancelled_at_any_tick_leaves_no_attempt_behind_and_no_switch_half_done(
     tmp_path: Path, commit: int
 ) -> None:
     for after in range(commit + 16):
@@ -149,10 +155,11 @@ def test_a_driver_cancelled_at_any_tick_leaves_no_attempt_behind_and_no_switch_h
             await tick(20)
             assert engine.serving == serving
 
-        play(tmp_path, engine, source, scenario)
+        async with play(tmp_path, engine, source) as replica:
+            await scenario(replica)
 
 
-def test_a_stage_that_ends_in_spite_of_its_cancellation_is_not_committed(tmp_path: Path) -> None:
+async def test_a_stage_that_ends_in_spite_of_its_cancellation_is_not_committed(tmp_path: Path) -> None:
     class Stubborn(FakeEngine):
         async def stage(self, snapshot: str, directory: Path) -> None:
             try:
@@ -162,7 +169,7 @@ def test_a_stage_that_ends_in_spite_of_its_cancellation_is_not_committed(tmp_pat
 
     engine, source = Stubborn(), FakeSource()
 
-    async def scenario(replica: Replica) -> None:
+    async with play(tmp_path, engine, source) as replica:
         engine.stage_gate.clear()
         replica.desire(wanted("v1", 1))
         await until(replica, lambda: "stage v1 v1" in engine.calls)
@@ -172,10 +179,8 @@ def test_a_stage_that_ends_in_spite_of_its_cancellation_is_not_committed(tmp_pat
         assert engine.switches == ["v2"]
         assert replica.own.gate.door is Door.OPEN
 
-    play(tmp_path, engine, source, scenario)
 
-
-def test_an_attempt_is_cancelled_once_however_many_targets_follow(tmp_path: Path) -> None:
+async def test_an_attempt_is_cancelled_once_however_many_targets_follow(tmp_path: Path) -> None:
     """A second cancellation would not wait for what the first one has to clean up."""
 
     class Tidy(FakeSource):
@@ -196,7 +201,7 @@ def test_an_attempt_is_cancelled_once_however_many_targets_follow(tmp_path: Path
     engine, source = FakeEngine(), Tidy()
     source.blocked = {"v1"}
 
-    async def scenario(replica: Replica) -> None:
+    async with play(tmp_path, engine, source) as replica:
         replica.desire(wanted("v1", 1))
         await source.fetching.wait()
         replica.desire(wanted("v2", 2))
@@ -207,14 +212,12 @@ def test_an_attempt_is_cancelled_once_however_many_targets_follow(tmp_path: Path
         await serves(replica, "v3")
         assert source.calls[:3] == ["fetch v1", "cancelled v1", "tidied v1"]
 
-    play(tmp_path, engine, source, scenario)
 
-
-def test_what_served_in_the_last_boot_is_taken_from_the_cache_in_the_next(tmp_path: Path) -> None:
+async def test_what_served_in_the_last_boot_is_taken_from_the_cache_in_the_next(tmp_path: Path) -> None:
     """Only a load of what serves already mistrusts the local files."""
     engine, source = FakeEngine(), FakeSource()
 
-    async def scenario(replica: Replica) -> None:
+    async with play(tmp_path, engine, source) as replica:
         boot = replica.boot
         replica.desire(wanted("v1", 1))
         await serves(replica, "v1")
@@ -228,10 +231,8 @@ def test_what_served_in_the_last_boot_is_taken_from_the_cache_in_the_next(tmp_pa
         fetched = [call for call in source.calls if call.startswith("fetch")]
         assert fetched == ["fetch v1", "fetch v1 anew", "fetch v1"]
 
-    play(tmp_path, engine, source, scenario)
 
-
-def test_a_commit_that_fails_in_a_way_nobody_expected_is_a_new_boot(tmp_path: Path) -> None:
+async def test_a_commit_that_fails_in_a_way_nobody_expected_is_a_new_boot(tmp_path: Path) -> None:
     class Confused(FakeEngine):
         async def commit(self, snapshot: str) -> SwapTiming:
             timing = await super().commit(snapshot)
@@ -242,7 +243,7 @@ def test_a_commit_that_fails_in_a_way_nobody_expected_is_a_new_boot(tmp_path: Pa
 
     engine, source = Confused(), FakeSource()
 
-    async def scenario(replica: Replica) -> None:
+    async with play(tmp_path, engine, source) as replica:
         boot = replica.boot
         replica.desire(wanted("v1", 1))
         await until(replica, lambda: replica.ready and replica.boot != boot)
@@ -256,10 +257,8 @@ def test_a_commit_that_fails_in_a_way_nobody_expected_is_a_new_boot(tmp_path: Pa
         await serves(replica, "v1")
         assert engine.serving == "v1"
 
-    play(tmp_path, engine, source, scenario)
 
-
-def test_a_swap_that_ends_as_if_cancelled_is_a_new_boot(tmp_path: Path) -> None:
+async def test_a_swap_that_ends_as_if_cancelled_is_a_new_boot(tmp_path: Path) -> None:
     class Interrupted(FakeSource):
         async def fetch(
             self, desired: Desired, *, refetch: bool = False, making: Making | None = None
@@ -271,20 +270,18 @@ def test_a_swap_that_ends_as_if_cancelled_is_a_new_boot(tmp_path: Path) -> None:
 
     engine = FakeEngine()
 
-    async def scenario(replica: Replica) -> None:
+    async with play(tmp_path, engine, Interrupted()) as replica:
         boot = replica.boot
         replica.desire(wanted("v1", 1))
         await until(replica, lambda: replica.ready and replica.boot != boot)
         replica.desire(wanted("v1", 1))
         await serves(replica, "v1")
 
-    play(tmp_path, engine, Interrupted(), scenario)
 
-
-def test_a_bug_in_the_driver_is_a_new_boot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_bug_in_the_driver_is_a_new_boot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = FakeEngine()
 
-    async def scenario(replica: Replica) -> None:
+    async with play(tmp_path, engine, FakeSource()) as replica:
         boot, machine = replica.boot, replica.own.driver.machine
 
         def broken(event: SwapEvent) -> None:
@@ -295,30 +292,28 @@ def test_a_bug_in_the_driver_is_a_new_boot(tmp_path: Path, monkeypatch: pytest.M
         await until(replica, lambda: replica.ready and replica.boot != boot)
         assert engine.starts == 2
 
-    play(tmp_path, engine, FakeSource(), scenario)
 
-
-def test_an_unexpected_failure_before_the_commit_keeps_the_boot_and_shows_the_error(tmp_path: Path) -> None:
+async def test_an_unexpected_failure_before_the_commit_keeps_the_boot_and_shows_the_error(
+    tmp_path: Path,
+) -> None:
     class Buggy(FakeSource):
         async def verify(self, path: Path, desired: Desired) -> None:
             raise KeyError("model.embed_tokens")
 
     engine = FakeEngine()
 
-    async def scenario(replica: Replica) -> None:
+    async with play(tmp_path, engine, Buggy()) as replica:
         boot = replica.boot
         replica.desire(wanted("v1", 1))
         await until(replica, lambda: replica.report().own.stage is Stage.ERROR)
         assert replica.report().own.error == "'model.embed_tokens'"
         assert (replica.boot, replica.ready, engine.starts) == (boot, True, 1)
 
-    play(tmp_path, engine, Buggy(), scenario)
 
-
-def test_an_engine_that_dies_while_it_commits_does_not_hold_up_the_next_boot(tmp_path: Path) -> None:
+async def test_an_engine_that_dies_while_it_commits_does_not_hold_up_the_next_boot(tmp_path: Path) -> None:
     engine = FakeEngine()
 
-    async def scenario(replica: Replica) -> None:
+    async with play(tmp_path, engine, FakeSource()) as replica:
         boot = replica.boot
         engine.commit_gate.clear()
         replica.desire(wanted("v1", 1))
@@ -331,13 +326,11 @@ def test_an_engine_that_dies_while_it_commits_does_not_hold_up_the_next_boot(tmp
             [],
         )
 
-    play(tmp_path, engine, FakeSource(), scenario)
 
-
-def test_the_files_of_a_failed_or_superseded_snapshot_do_not_stay(tmp_path: Path) -> None:
+async def test_the_files_of_a_failed_or_superseded_snapshot_do_not_stay(tmp_path: Path) -> None:
     engine, source = FakeEngine(), FakeSource()
 
-    async def scenario(replica: Replica) -> None:
+    async with play(tmp_path, engine, source) as replica:
         source.corrupt, source.blocked = {"v1"}, {"v2"}
         replica.desire(wanted("v1", 1))
         await until(replica, lambda: replica.report().own.stage is Stage.ERROR)
@@ -354,10 +347,8 @@ def test_the_files_of_a_failed_or_superseded_snapshot_do_not_stay(tmp_path: Path
             "fetch v3", "verify v3", "release all but ['v3']",
         ]  # fmt: skip
 
-    play(tmp_path, engine, source, scenario)
 
-
-def test_a_sync_swap_says_how_many_requests_it_waits_for(
+async def test_a_sync_swap_says_how_many_requests_it_waits_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(driver_module, "DRAIN_LOG_EVERY_S", 0.0)
@@ -370,20 +361,20 @@ def test_a_sync_swap_says_how_many_requests_it_waits_for(
 
     monkeypatch.setattr(caplog.handler, "emit", watch)
 
-    async def scenario(replica: Replica) -> None:
+    async with play(tmp_path, FakeEngine(), FakeSource()) as replica:
         with replica.own.gate.admitted(), replica.own.gate.admitted():
             replica.desire(wanted("v1", 1, transition="SYNC"))
             await logged.wait()
             assert caplog.messages[0] == "the switch to v1 waits for 2 requests to end"
         await serves(replica, "v1")
 
-    play(tmp_path, FakeEngine(), FakeSource(), scenario)
 
-
-def test_a_trainer_that_signals_faster_than_a_load_takes_does_not_starve_its_replica(tmp_path: Path) -> None:
+async def test_a_trainer_that_signals_faster_than_a_load_takes_does_not_starve_its_replica(
+    tmp_path: Path,
+) -> None:
     engine, source = paced(stage=12, source=12)
 
-    async def scenario(replica: Replica) -> None:
+    async with play(tmp_path, engine, source) as replica:
         boot = replica.boot
         for generation in range(1, 31):
             replica.desire(wanted(f"step-{generation}", generation))
@@ -392,15 +383,13 @@ def test_a_trainer_that_signals_faster_than_a_load_takes_does_not_starve_its_rep
         await serves(replica, "step-30")
         check_agreement(replica, engine, boot)
 
-    play(tmp_path, engine, source, scenario)
 
-
-def test_a_check_is_given_up_for_other_weights_and_what_it_left_unchecked_is_never_called_ready(
+async def test_a_check_is_given_up_for_other_weights_and_what_it_left_unchecked_is_never_called_ready(
     tmp_path: Path,
 ) -> None:
     engine, source = FakeEngine(), FakeSource()
 
-    async def scenario(replica: Replica) -> None:
+    async with play(tmp_path, engine, source) as replica:
         engine.check_gate.clear()
         replica.desire(wanted("v1", 1))
         await until(replica, lambda: replica.report().own.stage is Stage.CHECKING)
@@ -420,13 +409,11 @@ def test_a_check_is_given_up_for_other_weights_and_what_it_left_unchecked_is_nev
         assert found is not None
         assert (found.snapshot, found.generation) == ("v1", 3)
 
-    play(tmp_path, engine, source, scenario)
 
-
-def test_a_check_is_not_given_up_for_what_is_being_checked(tmp_path: Path) -> None:
+async def test_a_check_is_not_given_up_for_what_is_being_checked(tmp_path: Path) -> None:
     engine, source = FakeEngine(), FakeSource()
 
-    async def scenario(replica: Replica) -> None:
+    async with play(tmp_path, engine, source) as replica:
         engine.check_gate.clear()
         replica.desire(wanted("v1", 1))
         await until(replica, lambda: replica.report().own.stage is Stage.CHECKING)
@@ -441,13 +428,11 @@ def test_a_check_is_not_given_up_for_what_is_being_checked(tmp_path: Path) -> No
         assert engine.switches == ["v1"]
         assert len(engine.canaries) == 2, "of the start and of v1"
 
-    play(tmp_path, engine, source, scenario)
 
-
-def test_a_check_that_does_not_end_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_check_that_does_not_end_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, source = FakeEngine(), FakeSource()
 
-    async def scenario(replica: Replica) -> None:
+    async with play(tmp_path, engine, source) as replica:
         monkeypatch.setattr(driver_module, "CHECK_S_MAX", 0.0)
         engine.check_gate.clear()
         replica.desire(wanted("v1", 1))
@@ -457,17 +442,15 @@ def test_a_check_that_does_not_end_has_failed(tmp_path: Path, monkeypatch: pytes
         assert replica.report().own.refused == 0, "the weights may be good"
         assert not replica.report().ready
 
-    play(tmp_path, engine, source, scenario)
 
-
-def test_a_check_that_waits_behind_other_requests_says_nothing_of_the_weights_and_begins_anew(
+async def test_a_check_that_waits_behind_other_requests_says_nothing_of_the_weights_and_begins_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """An engine that computes its own prompts in their turn, or is paused while it should check."""
     engine, source = FakeEngine(), FakeSource()
     engine.proves_staged = False
 
-    async def scenario(replica: Replica) -> None:
+    async with play(tmp_path, engine, source) as replica:
         usual = driver_module.CHECK_S_MAX
         monkeypatch.setattr(driver_module, "CHECK_S_MAX", 0.0)
         engine.check_gate.clear()
@@ -481,13 +464,11 @@ def test_a_check_that_waits_behind_other_requests_says_nothing_of_the_weights_an
         assert replica.report().own.snapshot == "v1"
         assert engine.switches == ["v1"]
 
-    play(tmp_path, engine, source, scenario)
 
-
-def test_what_was_staged_in_vain_does_not_stay_in_the_engine(tmp_path: Path) -> None:
+async def test_what_was_staged_in_vain_does_not_stay_in_the_engine(tmp_path: Path) -> None:
     engine, source = FakeEngine(), FakeSource()
 
-    async def scenario(replica: Replica) -> None:
+    async with play(tmp_path, engine, source) as replica:
         replica.desire(wanted("v1", 1, hold=True))
         await until(replica, lambda: replica.report().own.held)
         assert engine.staged == "v1"
@@ -497,17 +478,15 @@ def test_what_was_staged_in_vain_does_not_stay_in_the_engine(tmp_path: Path) -> 
         assert engine.staged is None
         assert engine.switches == []
 
-    play(tmp_path, engine, source, scenario)
-
 
 @pytest.mark.parametrize("transition", ["ASYNC", "SYNC"])
-def test_nobody_is_woken_for_the_steps_of_an_async_switch_and_all_are_told_after_it(
+async def test_nobody_is_woken_for_the_steps_of_an_async_switch_and_all_are_told_after_it(
     tmp_path: Path, transition: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(driver_module, "QUIET_S", 600.0)
     engine, source = paced(stage=6, commit=6)
 
-    async def scenario(replica: Replica) -> None:
+    async with play(tmp_path, engine, source) as replica:
         seen: list[Stage] = []
         replica.desire(wanted("v1", 1, transition=transition))
         while replica.report().own.stage is not Stage.IDLE or not engine.switches:
@@ -518,14 +497,12 @@ def test_nobody_is_woken_for_the_steps_of_an_async_switch_and_all_are_told_after
         told = [moved.stage.value for moved in replica.report().own.transitions]
         assert told == ["fetching", "verifying", "staging", "staged", "committing", "checking", "idle"]
 
-    play(tmp_path, engine, source, scenario)
 
-
-def test_the_report_names_the_signal_of_what_serves(tmp_path: Path) -> None:
+async def test_the_report_names_the_signal_of_what_serves(tmp_path: Path) -> None:
     """A fallback is sent under a later generation than it was signalled under."""
     engine, source = paced()
 
-    async def scenario(replica: Replica) -> None:
+    async with play(tmp_path, engine, source) as replica:
         assert replica.report().own.signalled == 0
         replica.desire(wanted("a", 7, signalled=2))
         await serves(replica, "a")
@@ -535,17 +512,15 @@ def test_the_report_names_the_signal_of_what_serves(tmp_path: Path) -> None:
         await until(replica, lambda: replica.own.driver.machine.stage is Stage.IDLE)
         assert replica.report().own.signalled == 2, "nothing was switched"
 
-    play(tmp_path, engine, source, scenario)
-
 
 @pytest.mark.parametrize(("since", "kept"), [(5, False), (2, True), (0, True)])
-def test_a_policy_that_was_meant_for_a_newer_snapshot_than_serves_is_not_enough(
+async def test_a_policy_that_was_meant_for_a_newer_snapshot_than_serves_is_not_enough(
     tmp_path: Path, since: int, kept: bool
 ) -> None:
     """The sender had not heard of the fallback `a`: the signals between `a` and what it knew of are owed, too."""
     engine, source = paced()
 
-    async def scenario(replica: Replica) -> None:
+    async with play(tmp_path, engine, source) as replica:
         replica.desire(wanted("a", 6, signalled=2))
         await serves(replica, "a")
         before = replica.own.namespaces.admit(None)
@@ -553,13 +528,11 @@ def test_a_policy_that_was_meant_for_a_newer_snapshot_than_serves_is_not_enough(
         await serves(replica, "c")
         assert (replica.own.namespaces.admit(None) == before) is kept
 
-    play(tmp_path, engine, source, scenario)
 
-
-def test_what_is_told_during_the_commit_is_not_taken_for_what_was_applied(tmp_path: Path) -> None:
+async def test_what_is_told_during_the_commit_is_not_taken_for_what_was_applied(tmp_path: Path) -> None:
     engine, source = paced()
 
-    async def scenario(replica: Replica) -> None:
+    async with play(tmp_path, engine, source) as replica:
         engine.commit_gate.clear()
         replica.desire(wanted("a", 3, signalled=3, reset_prompt_cache="none"))
         await engine.committing.wait()
@@ -569,5 +542,3 @@ def test_what_is_told_during_the_commit_is_not_taken_for_what_was_applied(tmp_pa
         engine.commit_gate.set()
         await serves(replica, "a")
         assert replica.report().own.signalled == 3
-
-    play(tmp_path, engine, source, scenario)

@@ -1,7 +1,8 @@
 """The swap machine's table, and the driver that carries it out against a fake engine and a fake source."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from itertools import product
 from pathlib import Path
 
@@ -193,20 +194,17 @@ def test_the_diagram_shows_the_whole_table() -> None:
     assert len(lines) == len(MOVES) + 2
 
 
-Scenario = Callable[[Replica, FakeEngine, FakeSource], Awaitable[None]]
-
-
-def play(directory: Path, scenario: Scenario) -> None:
-    async def main() -> None:
-        engine, source = FakeEngine(), FakeSource()
-        replica = make_replica(directory, engine, source, clock=lambda: 5.0)
-        await replica.start()
-        try:
-            await scenario(replica, engine, source)
-        finally:
-            await replica.close()
-
-    asyncio.run(main())
+@asynccontextmanager
+async def play(
+    directory: Path,
+) -> AsyncIterator[tuple[Replica, FakeEngine, FakeSource]]:
+    engine, source = FakeEngine(), FakeSource()
+    replica = make_replica(directory, engine, source, clock=lambda: 5.0)
+    await replica.start()
+    try:
+        yield replica, engine, source
+    finally:
+        await replica.close()
 
 
 async def until(replica: Replica, holds: Callable[[], bool]) -> None:
@@ -223,20 +221,18 @@ def stages(replica: Replica) -> list[tuple[str, str]]:
     return [(t.snapshot, t.stage.value) for t in replica.report().own.transitions]
 
 
-def test_a_change_counts_from_the_call_on_also_before_the_task_that_waits_runs(tmp_path: Path) -> None:
+async def test_a_change_counts_from_the_call_on_also_before_the_task_that_waits_runs(tmp_path: Path) -> None:
     """The event stream starts a task that waits, then writes the report. What runs before that task may change the report."""
 
-    async def scenario(replica: Replica, engine: FakeEngine, source: FakeSource) -> None:
+    async with play(tmp_path) as (replica, _engine, _source):
         told = asyncio.create_task(replica.changed(60.0))
         replica.own.gate.set(Door.HELD)
         await asyncio.wait({told}, timeout=30.0)
         assert told.done()
 
-    play(tmp_path, scenario)
 
-
-def test_a_snapshot_is_fetched_verified_staged_and_committed(tmp_path: Path) -> None:
-    async def scenario(replica: Replica, engine: FakeEngine, source: FakeSource) -> None:
+async def test_a_snapshot_is_fetched_verified_staged_and_committed(tmp_path: Path) -> None:
+    async with play(tmp_path) as (replica, engine, source):
         replica.desire(wanted("v1", 3))
         assert replica.report().own.generation == 3
         await settled(replica)
@@ -259,11 +255,9 @@ def test_a_snapshot_is_fetched_verified_staged_and_committed(tmp_path: Path) -> 
         assert report.own.last_swap.streams_crossed == 2
         assert {t.at for t in report.own.transitions} == {5.0}
 
-    play(tmp_path, scenario)
 
-
-def test_a_failed_verification_keeps_the_old_snapshot_and_shows_the_error(tmp_path: Path) -> None:
-    async def scenario(replica: Replica, engine: FakeEngine, source: FakeSource) -> None:
+async def test_a_failed_verification_keeps_the_old_snapshot_and_shows_the_error(tmp_path: Path) -> None:
+    async with play(tmp_path) as (replica, engine, source):
         replica.desire(wanted("v1", 1))
         await settled(replica)
         source.corrupt = {"v2"}
@@ -277,14 +271,12 @@ def test_a_failed_verification_keeps_the_old_snapshot_and_shows_the_error(tmp_pa
         assert (engine.serving, report.ready, replica.own.gate.door) == ("v1", True, Door.OPEN)
         assert "stage v2 v2" not in engine.calls
 
-    play(tmp_path, scenario)
-
 
 @pytest.mark.parametrize("compression", [None, "arc_v2"])
-def test_damaged_files_of_this_replica_are_fetched_once_more_and_nobody_is_blamed(
+async def test_damaged_files_of_this_replica_are_fetched_once_more_and_nobody_is_blamed(
     tmp_path: Path, compression: str | None
 ) -> None:
-    async def scenario(replica: Replica, engine: FakeEngine, source: FakeSource) -> None:
+    async with play(tmp_path) as (replica, _engine, source):
         source.rotten = {"v1"}
         parents = () if compression is None else (SnapshotFiles(snapshot="v0", url="s3://b/v0"),)
         replica.desire(wanted("v1", 1, compression=compression, parents=parents))
@@ -295,19 +287,15 @@ def test_damaged_files_of_this_replica_are_fetched_once_more_and_nobody_is_blame
         rebuilt = ["rebuild v1"] if compression else []
         assert calls == ["fetch v1", "verify v1", "fetch v1", *rebuilt, "verify v1"]
 
-    play(tmp_path, scenario)
 
-
-def test_what_is_damaged_in_the_bucket_too_is_to_blame(tmp_path: Path) -> None:
-    async def scenario(replica: Replica, engine: FakeEngine, source: FakeSource) -> None:
+async def test_what_is_damaged_in_the_bucket_too_is_to_blame(tmp_path: Path) -> None:
+    async with play(tmp_path) as (replica, _engine, source):
         source.rotten, source.corrupt = {"v1"}, {"v1"}
         replica.desire(wanted("v1", 1))
         await settled(replica)
         report = replica.report()
         assert (report.own.stage, report.own.refused) == (Stage.ERROR, 1)
         assert source.calls.count("fetch v1") == 2
-
-    play(tmp_path, scenario)
 
 
 @pytest.mark.parametrize(
@@ -323,21 +311,19 @@ def test_what_is_damaged_in_the_bucket_too_is_to_blame(tmp_path: Path) -> None:
         (OSError(28, "No space left on device"), "etags", 0),
     ],
 )
-def test_a_report_says_whether_what_was_published_is_to_blame(
+async def test_a_report_says_whether_what_was_published_is_to_blame(
     tmp_path: Path, error: Exception, fingerprint: str, refused: int
 ) -> None:
-    async def scenario(replica: Replica, engine: FakeEngine, source: FakeSource) -> None:
+    async with play(tmp_path) as (replica, _engine, source):
         source.fails = error
         replica.desire(wanted("v1", 1, fingerprint=fingerprint))
         await settled(replica)
         report = replica.report()
         assert (report.own.stage, report.own.refused) == (Stage.ERROR, refused)
 
-    play(tmp_path, scenario)
 
-
-def test_files_that_were_written_to_after_they_were_verified_do_not_serve(tmp_path: Path) -> None:
-    async def scenario(replica: Replica, engine: FakeEngine, source: FakeSource) -> None:
+async def test_files_that_were_written_to_after_they_were_verified_do_not_serve(tmp_path: Path) -> None:
+    async with play(tmp_path) as (replica, engine, source):
         source.written_to = True
         replica.desire(wanted("v1", 1))
         await settled(replica)
@@ -350,11 +336,9 @@ def test_files_that_were_written_to_after_they_were_verified_do_not_serve(tmp_pa
         await settled(replica)
         assert replica.report().own.snapshot == "v1"
 
-    play(tmp_path, scenario)
 
-
-def test_a_failed_snapshot_is_tried_again_only_by_a_new_generation(tmp_path: Path) -> None:
-    async def scenario(replica: Replica, engine: FakeEngine, source: FakeSource) -> None:
+async def test_a_failed_snapshot_is_tried_again_only_by_a_new_generation(tmp_path: Path) -> None:
+    async with play(tmp_path) as (replica, engine, _source):
         engine.refuse_stage = True
         replica.desire(wanted("v1", 1))
         await settled(replica)
@@ -366,11 +350,9 @@ def test_a_failed_snapshot_is_tried_again_only_by_a_new_generation(tmp_path: Pat
         await settled(replica)
         assert (replica.report().own.snapshot, replica.report().own.error) == ("v1", None)
 
-    play(tmp_path, scenario)
 
-
-def test_a_fetch_under_way_knows_the_replicas_of_the_newest_message(tmp_path: Path) -> None:
-    async def scenario(replica: Replica, engine: FakeEngine, source: FakeSource) -> None:
+async def test_a_fetch_under_way_knows_the_replicas_of_the_newest_message(tmp_path: Path) -> None:
+    async with play(tmp_path) as (replica, _engine, source):
         source.blocked = {"v1"}
         replica.desire(wanted("v1", 1, peers=("http://a",)))
         await source.fetching.wait()
@@ -378,11 +360,9 @@ def test_a_fetch_under_way_knows_the_replicas_of_the_newest_message(tmp_path: Pa
         assert source.met == ("http://a", "http://b")
         assert source.calls == ["fetch v1"], "it goes on"
 
-    play(tmp_path, scenario)
 
-
-def test_a_newer_target_cancels_a_fetch_and_takes_its_place(tmp_path: Path) -> None:
-    async def scenario(replica: Replica, engine: FakeEngine, source: FakeSource) -> None:
+async def test_a_newer_target_cancels_a_fetch_and_takes_its_place(tmp_path: Path) -> None:
+    async with play(tmp_path) as (replica, engine, source):
         source.blocked = {"v1"}
         replica.desire(wanted("v1", 1))
         await source.fetching.wait()
@@ -393,11 +373,9 @@ def test_a_newer_target_cancels_a_fetch_and_takes_its_place(tmp_path: Path) -> N
         assert stages(replica)[:2] == [("v1", "fetching"), ("v2", "fetching")]
         assert replica.report().own.snapshot == "v2"
 
-    play(tmp_path, scenario)
 
-
-def test_a_newer_target_waits_for_a_commit_that_has_begun(tmp_path: Path) -> None:
-    async def scenario(replica: Replica, engine: FakeEngine, source: FakeSource) -> None:
+async def test_a_newer_target_waits_for_a_commit_that_has_begun(tmp_path: Path) -> None:
+    async with play(tmp_path) as (replica, engine, _source):
         engine.commit_gate.clear()
         replica.desire(wanted("v1", 1))
         await engine.committing.wait()
@@ -408,11 +386,9 @@ def test_a_newer_target_waits_for_a_commit_that_has_begun(tmp_path: Path) -> Non
         assert [t.snapshot for t in replica.report().own.transitions if t.stage is Stage.IDLE] == ["v1", "v3"]
         assert engine.calls == ["stage v1 v1", "commit v1", "stage v3 v3", "commit v3"]
 
-    play(tmp_path, scenario)
 
-
-def test_going_back_to_what_serves_cancels_the_loading_and_is_done_at_once(tmp_path: Path) -> None:
-    async def scenario(replica: Replica, engine: FakeEngine, source: FakeSource) -> None:
+async def test_going_back_to_what_serves_cancels_the_loading_and_is_done_at_once(tmp_path: Path) -> None:
+    async with play(tmp_path) as (replica, engine, source):
         replica.desire(wanted("v1", 1))
         await settled(replica)
         source.blocked = {"v2"}
@@ -425,11 +401,9 @@ def test_going_back_to_what_serves_cancels_the_loading_and_is_done_at_once(tmp_p
         assert (replica.report().own.generation, replica.report().own.target) == (3, None)
         assert engine.calls == ["stage v1 v1", "commit v1"]
 
-    play(tmp_path, scenario)
 
-
-def test_the_base_snapshot_is_loaded_from_the_model_directory(tmp_path: Path) -> None:
-    async def scenario(replica: Replica, engine: FakeEngine, source: FakeSource) -> None:
+async def test_the_base_snapshot_is_loaded_from_the_model_directory(tmp_path: Path) -> None:
+    async with play(tmp_path) as (replica, engine, source):
         replica.desire(wanted("v1", 1))
         await settled(replica)
         replica.desire(Desired(snapshot=BASE_SNAPSHOT, generation=2))
@@ -438,11 +412,9 @@ def test_the_base_snapshot_is_loaded_from_the_model_directory(tmp_path: Path) ->
         assert source.calls.count("fetch base") == 0
         assert replica.report().own.snapshot == BASE_SNAPSHOT
 
-    play(tmp_path, scenario)
 
-
-def test_newcomers_wait_at_the_gate_while_an_async_swap_commits(tmp_path: Path) -> None:
-    async def scenario(replica: Replica, engine: FakeEngine, source: FakeSource) -> None:
+async def test_newcomers_wait_at_the_gate_while_an_async_swap_commits(tmp_path: Path) -> None:
+    async with play(tmp_path) as (replica, engine, _source):
         engine.commit_gate.clear()
         replica.desire(wanted("v1", 1))
         await engine.committing.wait()
@@ -454,8 +426,6 @@ def test_newcomers_wait_at_the_gate_while_an_async_swap_commits(tmp_path: Path) 
         engine.commit_gate.set()
         await patient
         assert replica.own.driver.machine.serving == "v1"
-
-    play(tmp_path, scenario)
 
 
 @pytest.mark.parametrize(
@@ -479,8 +449,10 @@ async def test_who_waited_at_the_gate_goes_by_the_door_that_follows(
     assert (gate.waiting, gate.choices) == (0, 0)
 
 
-def test_a_sync_swap_refuses_newcomers_and_commits_when_the_last_request_is_done(tmp_path: Path) -> None:
-    async def scenario(replica: Replica, engine: FakeEngine, source: FakeSource) -> None:
+async def test_a_sync_swap_refuses_newcomers_and_commits_when_the_last_request_is_done(
+    tmp_path: Path,
+) -> None:
+    async with play(tmp_path) as (replica, engine, _source):
         with replica.own.gate.admitted():
             replica.desire(wanted("v1", 1, transition="SYNC"))
             await until(replica, lambda: replica.own.gate.door is Door.CLOSED)
@@ -492,11 +464,9 @@ def test_a_sync_swap_refuses_newcomers_and_commits_when_the_last_request_is_done
         await settled(replica)
         assert (replica.report().own.snapshot, replica.own.gate.door) == ("v1", Door.OPEN)
 
-    play(tmp_path, scenario)
 
-
-def test_a_sync_swap_waits_for_each_of_several_requests(tmp_path: Path) -> None:
-    async def scenario(replica: Replica, engine: FakeEngine, source: FakeSource) -> None:
+async def test_a_sync_swap_waits_for_each_of_several_requests(tmp_path: Path) -> None:
+    async with play(tmp_path) as (replica, _engine, _source):
         with replica.own.gate.admitted():
             with replica.own.gate.admitted():
                 replica.desire(wanted("v1", 1, transition="SYNC"))
@@ -509,11 +479,9 @@ def test_a_sync_swap_waits_for_each_of_several_requests(tmp_path: Path) -> None:
         await settled(replica)
         assert replica.report().own.snapshot == "v1"
 
-    play(tmp_path, scenario)
 
-
-def test_a_sync_swap_that_drains_can_still_be_superseded_and_opens_the_gate(tmp_path: Path) -> None:
-    async def scenario(replica: Replica, engine: FakeEngine, source: FakeSource) -> None:
+async def test_a_sync_swap_that_drains_can_still_be_superseded_and_opens_the_gate(tmp_path: Path) -> None:
+    async with play(tmp_path) as (replica, engine, _source):
         with replica.own.gate.admitted():
             replica.desire(wanted("v1", 1, transition="SYNC"))
             await until(replica, lambda: replica.own.gate.door is Door.CLOSED)
@@ -523,11 +491,9 @@ def test_a_sync_swap_that_drains_can_still_be_superseded_and_opens_the_gate(tmp_
         assert "commit v1" not in engine.calls
         assert replica.report().own.snapshot == BASE_SNAPSHOT
 
-    play(tmp_path, scenario)
 
-
-def test_a_dead_engine_starts_again_as_a_new_boot_on_the_base_weights(tmp_path: Path) -> None:
-    async def scenario(replica: Replica, engine: FakeEngine, source: FakeSource) -> None:
+async def test_a_dead_engine_starts_again_as_a_new_boot_on_the_base_weights(tmp_path: Path) -> None:
+    async with play(tmp_path) as (replica, engine, _source):
         replica.desire(wanted("v1", 4))
         await settled(replica)
         boot, before = replica.boot, replica.own.namespaces.admit(("", "s"))
@@ -544,8 +510,6 @@ def test_a_dead_engine_starts_again_as_a_new_boot_on_the_base_weights(tmp_path: 
         replica.desire(wanted("v1", 4))
         await settled(replica)
         assert replica.report().own.snapshot == "v1"
-
-    play(tmp_path, scenario)
 
 
 async def test_an_engine_that_does_not_start_again_is_tried_until_it_does(tmp_path: Path) -> None:

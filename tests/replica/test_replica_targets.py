@@ -1,7 +1,8 @@
 """Kinds of targets: incremental ones, held ones, reloads, other content under a known name; and hints before them."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,6 @@ from midstream.replica.swap.attempts import GIVEN_UP_MAX
 from midstream.replica.swap.hints import Hints
 from midstream.snapshots.arc2.files import Making
 
-Scenario = Callable[[Replica, FakeEngine, FakeSource], Awaitable[None]]
 FULL = SnapshotFiles(snapshot="v0", url="file:///b/v0", fingerprint="f0")
 LOADED = ["fetching", "verifying", "staging", "staged", "committing", "checking", "idle"]
 
@@ -30,18 +30,16 @@ def delta(snapshot: str, generation: int, **more: object) -> Desired:
     return wanted(snapshot, generation, compression="arc_v2", parents=(FULL,), **more)
 
 
-def play(directory: Path, scenario: Scenario, **more: object) -> None:
-    async def main() -> None:
-        engine, source = FakeEngine(), FakeSource()
-        async with asyncio.timeout(120):
-            replica = make_replica(directory, engine, source, **more)
-            await replica.start()
-            try:
-                await scenario(replica, engine, source)
-            finally:
-                await replica.close()
-
-    asyncio.run(main())
+@asynccontextmanager
+async def play(directory: Path, **more: object) -> AsyncIterator[tuple[Replica, FakeEngine, FakeSource]]:
+    engine, source = FakeEngine(), FakeSource()
+    async with asyncio.timeout(120):
+        replica = make_replica(directory, engine, source, **more)
+        await replica.start()
+        try:
+            yield replica, engine, source
+        finally:
+            await replica.close()
 
 
 async def until(replica: Replica, holds: Callable[[], bool]) -> None:
@@ -70,7 +68,7 @@ def stages(replica: Replica, snapshot: str) -> list[str]:
     return [moved.stage.value for moved in replica.report().own.transitions if moved.snapshot == snapshot]
 
 
-def test_an_incremental_snapshot_is_rebuilt_before_it_is_verified(tmp_path: Path) -> None:
+async def test_an_incremental_snapshot_is_rebuilt_before_it_is_verified(tmp_path: Path) -> None:
     now = 0.0
 
     def clock() -> float:
@@ -78,7 +76,7 @@ def test_an_incremental_snapshot_is_rebuilt_before_it_is_verified(tmp_path: Path
         now += 1.0
         return now
 
-    async def scenario(replica: Replica, engine: FakeEngine, source: FakeSource) -> None:
+    async with play(tmp_path, monotonic=clock) as (replica, _engine, source):
         replica.desire(delta("v1", 1))
         await at(replica, "v1")
         assert stages(replica, "v1") == ["fetching", "rebuilding", *LOADED[1:]]
@@ -93,11 +91,10 @@ def test_an_incremental_snapshot_is_rebuilt_before_it_is_verified(tmp_path: Path
         assert swap is not None
         assert (swap.snapshot, swap.rebuild_ms) == ("v2", 0.0)
 
-    play(tmp_path, scenario, monotonic=clock)
 
+async def test_a_delta_that_does_not_apply_leaves_the_old_snapshot_and_its_error(tmp_path: Path) -> None:
+    async with play(tmp_path) as (replica, engine, source):
 
-def test_a_delta_that_does_not_apply_leaves_the_old_snapshot_and_its_error(tmp_path: Path) -> None:
-    async def scenario(replica: Replica, engine: FakeEngine, source: FakeSource) -> None:
         async def rebuild(desired: Desired, making: object) -> Path:
             raise SnapshotCorrupt("v1: checksum of a.weight differs after decoding")
 
@@ -108,11 +105,9 @@ def test_a_delta_that_does_not_apply_leaves_the_old_snapshot_and_its_error(tmp_p
         assert replica.report().own.error == "v1: checksum of a.weight differs after decoding"
         assert (replica.report().own.snapshot, engine.calls) == (BASE_SNAPSHOT, [])
 
-    play(tmp_path, scenario)
 
-
-def test_the_engine_reads_what_a_rebuild_makes_before_it_is_whole(tmp_path: Path) -> None:
-    async def scenario(replica: Replica, engine: FakeEngine, source: FakeSource) -> None:
+async def test_the_engine_reads_what_a_rebuild_makes_before_it_is_whole(tmp_path: Path) -> None:
+    async with play(tmp_path) as (replica, engine, source):
         source.makes = ("embed", "layers.0.w", "norm")
         replica.desire(delta("v1", 1))
         await at(replica, "v1")
@@ -120,11 +115,9 @@ def test_the_engine_reads_what_a_rebuild_makes_before_it_is_whole(tmp_path: Path
         assert engine.ahead_at_stage == source.makes
         assert stages(replica, "v1") == ["fetching", "rebuilding", *LOADED[1:]]
 
-    play(tmp_path, scenario)
 
-
-def test_a_rebuild_that_fails_ends_what_the_engine_has_read_of_it(tmp_path: Path) -> None:
-    async def scenario(replica: Replica, engine: FakeEngine, source: FakeSource) -> None:
+async def test_a_rebuild_that_fails_ends_what_the_engine_has_read_of_it(tmp_path: Path) -> None:
+    async with play(tmp_path) as (replica, engine, source):
         source.makes = ("embed", "layers.0.w")
         source.spoilt = SnapshotCorrupt("v1: checksum of layers.1.w differs after decoding")
         replica.desire(delta("v1", 1))
@@ -137,11 +130,11 @@ def test_a_rebuild_that_fails_ends_what_the_engine_has_read_of_it(tmp_path: Path
         await at(replica, "v2")
         assert engine.ahead_at_stage == source.makes
 
-    play(tmp_path, scenario)
 
-
-def test_what_the_engine_has_read_of_a_refused_rebuild_ends_before_it_is_made_again(tmp_path: Path) -> None:
-    async def scenario(replica: Replica, engine: FakeEngine, source: FakeSource) -> None:
+async def test_what_the_engine_has_read_of_a_refused_rebuild_ends_before_it_is_made_again(
+    tmp_path: Path,
+) -> None:
+    async with play(tmp_path) as (replica, engine, source):
         read: list[tuple[str, ...] | None] = []
 
         async def rebuild(desired: Desired, making: Making) -> Path:
@@ -163,13 +156,11 @@ def test_what_the_engine_has_read_of_a_refused_rebuild_ends_before_it_is_made_ag
         assert engine.calls == ["stage v1 ahead from v1-made", "stage v1 v1", "commit v1"]
         assert engine.ahead_at_stage is None
 
-    play(tmp_path, scenario)
 
-
-def test_the_engine_reads_linked_files_before_they_are_proved_and_ends_with_those_that_are_not(
+async def test_the_engine_reads_linked_files_before_they_are_proved_and_ends_with_those_that_are_not(
     tmp_path: Path,
 ) -> None:
-    async def scenario(replica: Replica, engine: FakeEngine, source: FakeSource) -> None:
+    async with play(tmp_path) as (replica, engine, source):
         fetch, wrong = source.fetch, ["v1"]
 
         async def linked(desired: Desired, *, refetch: bool = False, making: Making | None = None) -> Any:
@@ -191,22 +182,20 @@ def test_the_engine_reads_linked_files_before_they_are_proved_and_ends_with_thos
         assert engine.calls[1:] == ["stage v2 ahead from v2-linked", "stage v2 v2", "commit v2"]
         assert engine.ahead_at_stage == ("embed",)
 
-    play(tmp_path, scenario)
 
-
-def test_files_that_fail_their_verification_end_what_the_engine_has_read_of_them(tmp_path: Path) -> None:
-    async def scenario(replica: Replica, engine: FakeEngine, source: FakeSource) -> None:
+async def test_files_that_fail_their_verification_end_what_the_engine_has_read_of_them(
+    tmp_path: Path,
+) -> None:
+    async with play(tmp_path) as (replica, engine, source):
         source.makes, source.corrupt = ("embed",), {"v1"}
         replica.desire(delta("v1", 1))
         await at(replica, "v1", Stage.ERROR)
         await until(replica, lambda: engine.ahead is None)
         assert engine.calls == ["stage v1 ahead from v1-made"]
 
-    play(tmp_path, scenario)
 
-
-def test_a_newer_signal_ends_what_the_engine_has_read_of_the_older_snapshot(tmp_path: Path) -> None:
-    async def scenario(replica: Replica, engine: FakeEngine, source: FakeSource) -> None:
+async def test_a_newer_signal_ends_what_the_engine_has_read_of_the_older_snapshot(tmp_path: Path) -> None:
+    async with play(tmp_path) as (replica, engine, source):
         source.makes, source.ticks = ("embed",), 10_000
         replica.desire(delta("v1", 1))
         await until(replica, lambda: engine.ahead is not None)
@@ -216,11 +205,9 @@ def test_a_newer_signal_ends_what_the_engine_has_read_of_the_older_snapshot(tmp_
         assert engine.calls == ["stage v1 ahead from v1-made", "stage v2 v2", "commit v2"]
         assert engine.ahead_at_stage is None
 
-    play(tmp_path, scenario)
 
-
-def test_what_serves_is_known_by_all_its_files(tmp_path: Path) -> None:
-    async def scenario(replica: Replica, engine: FakeEngine, source: FakeSource) -> None:
+async def test_what_serves_is_known_by_all_its_files(tmp_path: Path) -> None:
+    async with play(tmp_path) as (replica, engine, _source):
         other = SnapshotFiles(snapshot="v0", url="file:///b/v0", fingerprint="another f0")
         replica.desire(delta("v1", 1, fingerprint="f1"))
         await at(replica, "v1")
@@ -233,16 +220,14 @@ def test_what_serves_is_known_by_all_its_files(tmp_path: Path) -> None:
         replica.desire(wanted("v1", 4, fingerprint="whole"))
         await until(replica, lambda: len(engine.switches) == 3)
 
-    play(tmp_path, scenario)
 
-
-def test_files_that_are_overwritten_on_purpose_are_loaded_though_size_and_time_are_the_same(
+async def test_files_that_are_overwritten_on_purpose_are_loaded_though_size_and_time_are_the_same(
     tmp_path: Path,
 ) -> None:
     """As `rsync --times` leaves them: only the content tells."""
     one, other = ((FileContent("model.safetensors", 9, digit * 64),) for digit in "12")
 
-    async def scenario(replica: Replica, engine: FakeEngine, source: FakeSource) -> None:
+    async with play(tmp_path) as (replica, engine, _source):
         replica.desire(wanted("v1", 1, fingerprint="f1", content=one))
         await at(replica, "v1")
         for generation, content in ((2, one), (3, None)):
@@ -252,11 +237,9 @@ def test_files_that_are_overwritten_on_purpose_are_loaded_though_size_and_time_a
         replica.desire(wanted("v1", 4, fingerprint="f1", content=other))
         await until(replica, lambda: len(engine.switches) == 2)
 
-    play(tmp_path, scenario)
 
-
-def test_what_serves_and_what_is_loaded_next_is_kept_with_its_chain(tmp_path: Path) -> None:
-    async def scenario(replica: Replica, engine: FakeEngine, source: FakeSource) -> None:
+async def test_what_serves_and_what_is_loaded_next_is_kept_with_its_chain(tmp_path: Path) -> None:
+    async with play(tmp_path) as (replica, _engine, source):
         kept: list[list[Desired]] = []
 
         async def release(keep: list[Desired]) -> None:
@@ -275,11 +258,9 @@ def test_what_serves_and_what_is_loaded_next_is_kept_with_its_chain(tmp_path: Pa
         await tick(5)
         assert kept == [[delta("v1", 1)], [delta("v1", 1), delta("v3", 3)], [delta("v3", 3)]]
 
-    play(tmp_path, scenario)
 
-
-def test_a_reload_loads_what_serves_once_more_with_a_new_cache_and_only_once(tmp_path: Path) -> None:
-    async def scenario(replica: Replica, engine: FakeEngine, source: FakeSource) -> None:
+async def test_a_reload_loads_what_serves_once_more_with_a_new_cache_and_only_once(tmp_path: Path) -> None:
+    async with play(tmp_path) as (replica, engine, _source):
         replica.desire(wanted("v1", 1, reset_prompt_cache="none"))
         await at(replica, "v1")
         for _ in range(2):
@@ -295,25 +276,21 @@ def test_a_reload_loads_what_serves_once_more_with_a_new_cache_and_only_once(tmp
         replica.desire(Desired(snapshot=BASE_SNAPSHOT, generation=3, reload=2))
         await until(replica, lambda: len(engine.switches) == 4)
 
-    play(tmp_path, scenario)
 
-
-def test_the_weights_of_the_start_can_be_reloaded(tmp_path: Path) -> None:
-    async def scenario(replica: Replica, engine: FakeEngine, source: FakeSource) -> None:
+async def test_the_weights_of_the_start_can_be_reloaded(tmp_path: Path) -> None:
+    async with play(tmp_path) as (replica, engine, _source):
         replica.desire(Desired(snapshot=BASE_SNAPSHOT, generation=1))
         await at(replica, BASE_SNAPSHOT)
         assert engine.switches == []
         replica.desire(Desired(snapshot=BASE_SNAPSHOT, generation=1, reload=1))
         await until(replica, lambda: engine.switches == [BASE_SNAPSHOT])
 
-    play(tmp_path, scenario)
-
 
 @pytest.mark.parametrize("transition", ["ASYNC", "SYNC"])
-def test_a_held_target_waits_staged_with_the_door_open_until_it_is_let_go(
+async def test_a_held_target_waits_staged_with_the_door_open_until_it_is_let_go(
     tmp_path: Path, transition: str
 ) -> None:
-    async def scenario(replica: Replica, engine: FakeEngine, source: FakeSource) -> None:
+    async with play(tmp_path) as (replica, engine, _source):
         held = wanted("v1", 1, hold=True, transition=transition)
         replica.desire(held)
         await at(replica, "v1", Stage.STAGED)
@@ -334,11 +311,9 @@ def test_a_held_target_waits_staged_with_the_door_open_until_it_is_let_go(
         replica.desire(wanted("v2", 2))
         await at(replica, "v2")
 
-    play(tmp_path, scenario)
 
-
-def test_a_target_that_is_let_go_before_it_is_staged_does_not_wait(tmp_path: Path) -> None:
-    async def scenario(replica: Replica, engine: FakeEngine, source: FakeSource) -> None:
+async def test_a_target_that_is_let_go_before_it_is_staged_does_not_wait(tmp_path: Path) -> None:
+    async with play(tmp_path) as (replica, engine, _source):
         engine.stage_gate.clear()
         replica.desire(wanted("v1", 1, hold=True))
         await at(replica, "v1", Stage.STAGING)
@@ -347,13 +322,11 @@ def test_a_target_that_is_let_go_before_it_is_staged_does_not_wait(tmp_path: Pat
         await at(replica, "v1")
         assert engine.calls == ["stage v1 v1", "commit v1"]
 
-    play(tmp_path, scenario)
 
-
-def test_a_replica_whose_turn_never_comes_before_the_next_signal_keeps_what_it_has_staged(
+async def test_a_replica_whose_turn_never_comes_before_the_next_signal_keeps_what_it_has_staged(
     tmp_path: Path,
 ) -> None:
-    async def scenario(replica: Replica, engine: FakeEngine, source: FakeSource) -> None:
+    async with play(tmp_path) as (replica, engine, _source):
         for generation in range(1, GIVEN_UP_MAX + 2):
             replica.desire(wanted(f"v{generation}", generation, hold=True))
             await at(replica, f"v{generation}", Stage.STAGED)
@@ -386,13 +359,11 @@ def test_a_replica_whose_turn_never_comes_before_the_next_signal_keeps_what_it_h
         # Patient again.
         await at(replica, "v10", Stage.STAGED)
 
-    play(tmp_path, scenario)
 
-
-def test_a_held_target_that_is_superseded_while_it_may_not_be_given_up_does_not_wait_for_ever(
+async def test_a_held_target_that_is_superseded_while_it_may_not_be_given_up_does_not_wait_for_ever(
     tmp_path: Path,
 ) -> None:
-    async def scenario(replica: Replica, engine: FakeEngine, source: FakeSource) -> None:
+    async with play(tmp_path) as (replica, engine, _source):
         for generation in range(1, 9):
             engine.stage_gate.clear()
             replica.desire(wanted(f"v{generation}", generation, hold=True))
@@ -403,11 +374,9 @@ def test_a_held_target_that_is_superseded_while_it_may_not_be_given_up_does_not_
         replica.desire(wanted("v8", 8))
         await at(replica, "v8")
 
-    play(tmp_path, scenario)
 
-
-def test_the_report_says_whether_new_requests_are_admitted(tmp_path: Path) -> None:
-    async def scenario(replica: Replica, engine: FakeEngine, source: FakeSource) -> None:
+async def test_the_report_says_whether_new_requests_are_admitted(tmp_path: Path) -> None:
+    async with play(tmp_path) as (replica, engine, _source):
         assert replica.report().own.admitting
         with replica.own.gate.admitted():
             replica.desire(wanted("v1", 1, transition="SYNC"))
@@ -421,8 +390,6 @@ def test_the_report_says_whether_new_requests_are_admitted(tmp_path: Path) -> No
         assert replica.report().own.admitting, "held newcomers are served by the new snapshot"
         engine.commit_gate.set()
         await at(replica, "v2")
-
-    play(tmp_path, scenario)
 
 
 async def test_the_age_limit_of_a_snapshot_reaches_the_engine_with_every_request(tmp_path: Path) -> None:

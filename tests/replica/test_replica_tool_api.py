@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,6 @@ CALLS = (
     '<tool_call>\n{"name": "weather", "arguments": {"city":  "Oslo"}}\n</tool_call>\n'
     '<tool_call>\n{"name": "stop", "arguments": {}}\n</tool_call>'
 )
-Scenario = Callable[[Running], Awaitable[None]]
 
 
 def tokens(text: str) -> tuple[int, ...]:
@@ -53,12 +52,10 @@ def engine_saying(text: str) -> FakeEngine:
     return engine
 
 
-def play(directory: Path, engine: FakeEngine, scenario: Scenario, write: Any = write_tool_model) -> None:
-    async def main() -> None:
-        async with running(directory, engine, write=write) as here:
-            await scenario(here)
-
-    asyncio.run(main())
+@asynccontextmanager
+async def play(directory: Path, engine: FakeEngine, write: Any = write_tool_model) -> AsyncIterator[Running]:
+    async with running(directory, engine, write=write) as here:
+        yield here
 
 
 async def ask(here: Running, **fields: Any) -> httpx.Response:
@@ -70,10 +67,10 @@ def called(message: Any) -> list[tuple[str, str]]:
     return [(call["function"]["name"], call["function"]["arguments"]) for call in message["tool_calls"]]
 
 
-def test_calls_are_parsed_back_and_every_token_is_on_record(tmp_path: Path) -> None:
+async def test_calls_are_parsed_back_and_every_token_is_on_record(tmp_path: Path) -> None:
     engine = engine_saying(f"I look.\n{CALLS}")
 
-    async def scenario(here: Running) -> None:
+    async with play(tmp_path, engine) as here:
         asked = {
             "logprobs": True,
             "return_token_ids": True,
@@ -113,14 +110,12 @@ def test_calls_are_parsed_back_and_every_token_is_on_record(tmp_path: Path) -> N
         assert raw["completion_token_ids"] == list(engine.reply)
         assert answer["usage"]["completion_tokens"] == len(engine.reply)
 
-    play(tmp_path, engine, scenario)
 
-
-def test_beside_tools_a_stop_string_that_names_a_special_token_means_it_too(tmp_path: Path) -> None:
+async def test_beside_tools_a_stop_string_that_names_a_special_token_means_it_too(tmp_path: Path) -> None:
     """A special token has no text that a stop string could be found in."""
     engine = engine_saying(f"I look.\n{CALLS}<|im_start|>user\nNo.")
 
-    async def scenario(here: Running) -> None:
+    async with play(tmp_path, engine) as here:
         asked = {"stop": ["<|im_start|>"], "return_token_ids": True}
         choice = (await ask(here, tools=TOOLS, **asked)).json()["choices"][0]
         assert choice["token_ids"] == list(tokens(f"I look.\n{CALLS}<|im_start|>"))
@@ -128,33 +123,27 @@ def test_beside_tools_a_stop_string_that_names_a_special_token_means_it_too(tmp_
         assert choice["message"]["content"] == "I look."
         assert len(choice["message"]["tool_calls"]) == 2
 
-    play(tmp_path, engine, scenario)
 
-
-def test_a_stop_string_that_is_a_tag_of_calls_cuts_the_call_off(tmp_path: Path) -> None:
+async def test_a_stop_string_that_is_a_tag_of_calls_cuts_the_call_off(tmp_path: Path) -> None:
     cut = '<tool_call>\n{"name": "weather", "arguments": {"city":  "Oslo"}}\n'
 
-    async def scenario(here: Running) -> None:
+    async with play(tmp_path, engine_saying(f"I look.\n{CALLS}")) as here:
         choice = (await ask(here, tools=TOOLS, stop="</tool_call>")).json()["choices"][0]
         assert choice["finish_reason"] == "stop"
         assert choice["message"] == {"role": "assistant", "content": f"I look.\n{cut}"}
 
-    play(tmp_path, engine_saying(f"I look.\n{CALLS}"), scenario)
 
-
-def test_a_message_of_calls_only_has_null_content(tmp_path: Path) -> None:
-    async def scenario(here: Running) -> None:
+async def test_a_message_of_calls_only_has_null_content(tmp_path: Path) -> None:
+    async with play(tmp_path, engine_saying(CALLS)) as here:
         message = (await ask(here, tools=TOOLS)).json()["choices"][0]["message"]
         assert message["content"] is None
         assert [name for name, _ in called(message)] == ["weather", "stop"]
 
-    play(tmp_path, engine_saying(CALLS), scenario)
 
-
-def test_a_stream_shows_calls_as_deltas_and_none_of_their_markup(tmp_path: Path) -> None:
+async def test_a_stream_shows_calls_as_deltas_and_none_of_their_markup(tmp_path: Path) -> None:
     engine = engine_saying(f"I < look.\n{CALLS}")
 
-    async def scenario(here: Running) -> None:
+    async with play(tmp_path, engine) as here:
         stream = await here.sdk.chat.completions.create(
             model=MODEL,
             messages=USER,
@@ -177,15 +166,13 @@ def test_a_stream_shows_calls_as_deltas_and_none_of_their_markup(tmp_path: Path)
             engine.reply
         )
 
-    play(tmp_path, engine, scenario)
 
-
-def test_the_sdks_accumulated_message_can_be_sent_back_and_is_rendered_as_the_template_defines(
+async def test_the_sdks_accumulated_message_can_be_sent_back_and_is_rendered_as_the_template_defines(
     tmp_path: Path,
 ) -> None:
     engine = engine_saying(CALLS)
 
-    async def scenario(here: Running) -> None:
+    async with play(tmp_path, engine) as here:
         async with here.sdk.chat.completions.stream(model=MODEL, messages=USER, tools=TOOLS) as stream:
             message = (await stream.get_final_completion()).choices[0].message
         assert message.tool_calls is not None
@@ -204,14 +191,12 @@ def test_the_sdks_accumulated_message_can_be_sent_back_and_is_rendered_as_the_te
             *engine.reply,
         ]
 
-    play(tmp_path, engine, scenario)
 
-
-def test_what_is_not_a_call_comes_back_as_content_with_nothing_lost(tmp_path: Path) -> None:
+async def test_what_is_not_a_call_comes_back_as_content_with_nothing_lost(tmp_path: Path) -> None:
     text = '<tool_call>\n{"name": "weather", "arguments": {"city": }}\n</tool_call> so'
     engine = engine_saying(text)
 
-    async def scenario(here: Running) -> None:
+    async with play(tmp_path, engine) as here:
         choice = (await ask(here, tools=TOOLS)).json()["choices"][0]
         assert (choice["message"]["content"], choice["finish_reason"]) == (text, "stop")
         assert "tool_calls" not in choice["message"]
@@ -224,11 +209,9 @@ def test_what_is_not_a_call_comes_back_as_content_with_nothing_lost(tmp_path: Pa
         assert stopped["finish_reason"] == "stop"
         assert stopped["message"]["content"] == '<tool_call>\n{"name": "weather", '
 
-    play(tmp_path, engine, scenario)
 
-
-def test_without_tools_nothing_is_parsed_and_special_tokens_stay_hidden(tmp_path: Path) -> None:
-    async def scenario(here: Running) -> None:
+async def test_without_tools_nothing_is_parsed_and_special_tokens_stay_hidden(tmp_path: Path) -> None:
+    async with play(tmp_path, engine_saying(CALLS)) as here:
         without = (await ask(here, return_token_ids=True)).json()
         plain, plain_size = without["choices"][0], len(without["prompt_token_ids"])
         none = (await ask(here, tools=TOOLS, tool_choice="none", return_token_ids=True)).json()
@@ -242,14 +225,12 @@ def test_without_tools_nothing_is_parsed_and_special_tokens_stay_hidden(tmp_path
         assert none["prompt_token_ids"] == auto["prompt_token_ids"]
         assert len(none["prompt_token_ids"]) > plain_size
 
-    play(tmp_path, engine_saying(CALLS), scenario)
 
-
-def test_one_call_at_most_ends_the_choice_at_its_closing_tag(tmp_path: Path) -> None:
+async def test_one_call_at_most_ends_the_choice_at_its_closing_tag(tmp_path: Path) -> None:
     engine = engine_saying(CALLS)
     first = CALLS.partition("</tool_call>")[0] + "</tool_call>"
 
-    async def scenario(here: Running) -> None:
+    async with play(tmp_path, engine) as here:
         fields = {"tools": TOOLS, "parallel_tool_calls": False, "return_token_ids": True, "n": 2}
         choices = (await ask(here, **fields)).json()["choices"]
         for choice in choices:
@@ -259,26 +240,22 @@ def test_one_call_at_most_ends_the_choice_at_its_closing_tag(tmp_path: Path) -> 
         request_id = engine.requests[0].request_id
         assert sorted(engine.end_choice_calls) == [(request_id, 0), (request_id, 1)]
 
-    play(tmp_path, engine, scenario)
 
-
-def test_choices_have_calls_of_their_own(tmp_path: Path) -> None:
+async def test_choices_have_calls_of_their_own(tmp_path: Path) -> None:
     engine = engine_saying(CALLS)
     engine.replies = {1: (*tokens("no"), EOS)}
 
-    async def scenario(here: Running) -> None:
+    async with play(tmp_path, engine) as here:
         first, second = (await ask(here, tools=TOOLS, n=2)).json()["choices"]
         assert (first["finish_reason"], second["finish_reason"]) == ("tool_calls", "stop")
         assert second["message"] == {"role": "assistant", "content": "no"}
 
-    play(tmp_path, engine, scenario)
 
-
-def test_only_requests_that_ask_for_it_are_constrained(tmp_path: Path) -> None:
+async def test_only_requests_that_ask_for_it_are_constrained(tmp_path: Path) -> None:
     engine = engine_saying("{}")
     schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}
 
-    async def scenario(here: Running) -> None:
+    async with play(tmp_path, engine) as here:
         for fields in (
             {},
             {"tools": TOOLS},
@@ -297,13 +274,11 @@ def test_only_requests_that_ask_for_it_are_constrained(tmp_path: Path) -> None:
             "start: body",
         ]
 
-    play(tmp_path, engine, scenario)
 
-
-def test_a_schema_that_does_not_compile_is_refused_before_anything_is_generated(tmp_path: Path) -> None:
+async def test_a_schema_that_does_not_compile_is_refused_before_anything_is_generated(tmp_path: Path) -> None:
     engine = engine_saying("x")
 
-    async def scenario(here: Running) -> None:
+    async with play(tmp_path, engine) as here:
         schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "colour"}}}
         for stream in (False, True):
             answer = await ask(here, response_format=schema, stream=stream)
@@ -312,10 +287,8 @@ def test_a_schema_that_does_not_compile_is_refused_before_anything_is_generated(
             assert error["message"] == "response_format: the schema: Invalid type: colour"
         assert engine.requests == []
 
-    play(tmp_path, engine, scenario)
 
-
-def test_what_engine_or_template_cannot_do_is_refused_by_name(tmp_path: Path) -> None:
+async def test_what_engine_or_template_cannot_do_is_refused_by_name(tmp_path: Path) -> None:
     engine = engine_saying("x")
     engine.info = msgspec.structs.replace(engine.info, grammars=False)
 
@@ -352,5 +325,7 @@ def test_what_engine_or_template_cannot_do_is_refused_by_name(tmp_path: Path) ->
 
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
-    play(tmp_path / "a", engine, no_grammars)
-    play(tmp_path / "b", engine_saying("x"), no_tools, without_tools)
+    async with play(tmp_path / "a", engine) as here:
+        await no_grammars(here)
+    async with play(tmp_path / "b", engine_saying("x"), without_tools) as here:
+        await no_tools(here)

@@ -1,7 +1,6 @@
 """Details of the wire format that clients of OpenAI's and Fireworks' servers rely on."""
 
-import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +15,6 @@ from midstream.replica.request.checked import check
 from midstream.replica.request.schema import parse_completion
 from midstream.replica.service import session_of
 
-Scenario = Callable[[Running], Awaitable[None]]
-
-
-def play(directory: Path, engine: FakeEngine, scenario: Scenario) -> None:
-    async def main() -> None:
-        async with running(directory, engine) as here:
-            await scenario(here)
-
-    asyncio.run(main())
-
 
 async def ask(here: Running, path: str = "/v1/completions", **fields: Any) -> httpx.Response:
     headers = fields.pop("headers", {})
@@ -37,19 +26,17 @@ def refusal(answer: httpx.Response) -> tuple[int, str, str]:
     return answer.status_code, error["message"], error["param"]
 
 
-def test_every_answer_names_the_replica_and_the_deployment(tmp_path: Path) -> None:
-    async def scenario(here: Running) -> None:
+async def test_every_answer_names_the_replica_and_the_deployment(tmp_path: Path) -> None:
+    async with running(tmp_path, FakeEngine()) as here:
         for more in ({}, {"stream": True}, {"n": 0}):
             fields: dict[str, Any] = {"max_tokens": 1, **more}
             answer = await ask(here, prompt="a", **fields)
             names = [answer.headers["fireworks-backend-host"], answer.headers["fireworks-deployment"]]
             assert names == ["replica-0", DEPLOYMENT]
 
-    play(tmp_path, FakeEngine(), scenario)
 
-
-def test_the_usage_chunk_carries_the_metrics_too(tmp_path: Path) -> None:
-    async def scenario(here: Running) -> None:
+async def test_the_usage_chunk_carries_the_metrics_too(tmp_path: Path) -> None:
+    async with running(tmp_path, FakeEngine()) as here:
         fields: dict[str, Any] = {"stream_options": {"include_usage": True}, "perf_metrics_in_response": True}
         *_, last, usage, done = sse((await ask(here, prompt="a", max_tokens=1, stream=True, **fields)).text)
         assert (usage["choices"], usage["usage"]["completion_tokens"], done) == ([], 1, "[DONE]")
@@ -57,12 +44,10 @@ def test_the_usage_chunk_carries_the_metrics_too(tmp_path: Path) -> None:
         assert usage["perf_metrics"]["prompt-tokens"] == 1
         assert "usage" not in last
 
-    play(tmp_path, FakeEngine(), scenario)
-
 
 @pytest.mark.parametrize("logprobs", [0, 1, 5])
-def test_chat_takes_logprobs_only_as_a_boolean(tmp_path: Path, logprobs: int) -> None:
-    async def scenario(here: Running) -> None:
+async def test_chat_takes_logprobs_only_as_a_boolean(tmp_path: Path, logprobs: int) -> None:
+    async with running(tmp_path, FakeEngine()) as here:
         chat: Any = [{"role": "user", "content": "a"}]
         answer = await ask(here, "/v1/chat/completions", messages=chat, logprobs=logprobs)
         assert refusal(answer) == (
@@ -71,20 +56,17 @@ def test_chat_takes_logprobs_only_as_a_boolean(tmp_path: Path, logprobs: int) ->
             "logprobs",
         )
 
-    play(tmp_path, FakeEngine(), scenario)
 
-
-def test_an_explicit_echo_false_wins_over_echo_last(tmp_path: Path) -> None:
-    async def scenario(here: Running) -> None:
+async def test_an_explicit_echo_false_wins_over_echo_last(tmp_path: Path) -> None:
+    async with running(tmp_path, FakeEngine()) as here:
         for echo, text in ((False, "he"), (True, "Bhe"), (None, "Bhe")):
             whole = (await ask(here, prompt=[65, 66], max_tokens=1, echo_last=1, echo=echo)).json()
             assert whole["choices"][0]["text"] == text
 
-    play(tmp_path, FakeEngine(), scenario)
 
+async def test_a_snapshot_is_named_in_the_body_or_else_in_the_header(tmp_path: Path) -> None:
+    async with running(tmp_path, FakeEngine()) as here:
 
-def test_a_snapshot_is_named_in_the_body_or_else_in_the_header(tmp_path: Path) -> None:
-    async def scenario(here: Running) -> None:
         async def named(body: str, header: str) -> tuple[int, str]:
             headers = {"fireworks-model": header}
             answer = await ask(here, prompt="a", max_tokens=1, model=body, headers=headers)
@@ -101,17 +83,13 @@ def test_a_snapshot_is_named_in_the_body_or_else_in_the_header(tmp_path: Path) -
             "fireworks-model: the snapshot named after @ must not be empty",
         )
 
-    play(tmp_path, FakeEngine(), scenario)
-
 
 @pytest.mark.parametrize("name", ["f`o", "`", "a` - at `$.model", "a\nb", "é"])
-def test_an_unknown_field_is_named_exactly(tmp_path: Path, name: str) -> None:
-    async def scenario(here: Running) -> None:
+async def test_an_unknown_field_is_named_exactly(tmp_path: Path, name: str) -> None:
+    async with running(tmp_path, FakeEngine()) as here:
         unknown: dict[str, Any] = {name: 1}
         answer = await ask(here, prompt="a", **unknown)
         assert refusal(answer) == (400, f"Extra inputs are not permitted, field: '{name}'", name)
-
-    play(tmp_path, FakeEngine(), scenario)
 
 
 @pytest.mark.parametrize(
@@ -130,16 +108,14 @@ def test_an_empty_session_header_names_none_and_alone_it_is_refused_by_name(name
     assert session_of(named, {"x-midstream-session": ""}) == ("", "u"), "the gateway sends none"
 
 
-def test_a_method_that_is_not_there_is_answered_with_those_that_are(tmp_path: Path) -> None:
-    async def scenario(here: Running) -> None:
+async def test_a_method_that_is_not_there_is_answered_with_those_that_are(tmp_path: Path) -> None:
+    async with running(tmp_path, FakeEngine()) as here:
         for path in ("/v1/completions", "/inference/v1/chat/completions", "/replica/desired"):
             answer = await here.http.get(path)
             assert (answer.status_code, answer.headers["allow"]) == (405, "POST")
 
-    play(tmp_path, FakeEngine(), scenario)
 
-
-def test_the_first_echoed_token_shares_the_label_of_the_second(tmp_path: Path) -> None:
+async def test_the_first_echoed_token_shares_the_label_of_the_second(tmp_path: Path) -> None:
     class Cached(FakeEngine):
         """The prompt was scored under an older snapshot; only its first token, which nothing scores, has the new label."""
 
@@ -151,7 +127,8 @@ def test_the_first_echoed_token_shares_the_label_of_the_second(tmp_path: Path) -
                 older = [msgspec.structs.replace(r, snapshot="older") for r in event.prompt[1:]]
                 yield msgspec.structs.replace(event, prompt=(event.prompt[0], *older))
 
-    async def scenario(here: Running) -> None:
+    async with running(tmp_path, Cached()) as here:
+
         async def labels(prompt: list[int]) -> list[tuple[str, int]]:
             text = (await ask(here, prompt=prompt, max_tokens=1, echo=True, logprobs=True, stream=True)).text
             return [
@@ -163,10 +140,8 @@ def test_the_first_echoed_token_shares_the_label_of_the_second(tmp_path: Path) -
         assert await labels([65, 66, 67]) == [("older", 3), ("base", 1)]
         assert await labels([65]) == [("base", 1), ("base", 1)]
 
-    play(tmp_path, Cached(), scenario)
 
-
-def test_legacy_logprobs_keep_tokens_of_different_bytes_apart(tmp_path: Path) -> None:
+async def test_legacy_logprobs_keep_tokens_of_different_bytes_apart(tmp_path: Path) -> None:
     class Halves(FakeEngine):
         async def _events(self, request: GenerateRequest) -> AsyncIterator[GenerationEvent]:
             async for event in super()._events(request):
@@ -178,7 +153,7 @@ def test_legacy_logprobs_keep_tokens_of_different_bytes_apart(tmp_path: Path) ->
                 tokens = [msgspec.structs.replace(r, top_logprobs=tuple(alternatives)) for r in event.tokens]
                 yield msgspec.structs.replace(event, tokens=tuple(tokens))
 
-    async def scenario(here: Running) -> None:
+    async with running(tmp_path, Halves()) as here:
         here.engine.reply = (0xE2,)
         choice = (await ask(here, prompt=[65], max_tokens=1, logprobs=2)).json()["choices"][0]
         assert choice["logprobs"]["tokens"] == ["bytes:\\xe2"]
@@ -186,11 +161,9 @@ def test_legacy_logprobs_keep_tokens_of_different_bytes_apart(tmp_path: Path) ->
             {"bytes:\\xc2": -0.5, "bytes:\\xc3": -1.5, "bytes:\\xe2": -1.0}
         ]
 
-    play(tmp_path, Halves(), scenario)
-
 
 @pytest.mark.parametrize("labels", [("base", "v1"), ("v1", "base")])
-def test_the_model_of_an_answer_is_the_newest_snapshot_although_an_older_token_came_last(
+async def test_the_model_of_an_answer_is_the_newest_snapshot_although_an_older_token_came_last(
     tmp_path: Path, labels: tuple[str, str]
 ) -> None:
     class Overtaking(FakeEngine):
@@ -208,12 +181,10 @@ def test_the_model_of_an_answer_is_the_newest_snapshot_although_an_older_token_c
 
         overtaken = False
 
-    async def scenario(here: Running) -> None:
+    async with running(tmp_path, Overtaking()) as here:
         whole = (await ask(here, prompt=[[65], [66]], max_tokens=2)).json()
         assert [[s["snapshot"] for s in c["snapshots"]] for c in whole["choices"]] == [
             list(labels),
             [labels[0]],
         ]
         assert whole["model"] == f"{MODEL}@{labels[1]}"
-
-    play(tmp_path, Overtaking(), scenario)

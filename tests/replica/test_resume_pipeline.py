@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -38,7 +38,6 @@ COMPLETIONS, CHAT = "/v1/completions", "/inference/v1/chat/completions"
 VLLM, SGLANG = "/inference/v1/generate", "/generate"
 DONE = "data: [DONE]"
 EOS = TOKEN_ID["<|im_end|>"]
-Scenario = Callable[[Running, Running], Awaitable[None]]
 
 
 def an_engine(reply: str = "hello ", **more: Any) -> FakeEngine:
@@ -54,21 +53,18 @@ def a_tool_engine(text: str) -> FakeEngine:
     return engine
 
 
-def play(
+@asynccontextmanager
+async def play(
     directory: Path,
-    scenario: Scenario,
     make: Callable[[], FakeEngine] = an_engine,
     write: Any = write_tokenizer,
-) -> None:
-    async def main() -> None:
-        async with AsyncExitStack() as stack:
-            pair = []
-            for name in ("a", "b"):
-                (directory / name).mkdir()
-                pair.append(await stack.enter_async_context(running(directory / name, make(), write=write)))
-            await scenario(*pair)
-
-    asyncio.run(main())
+) -> AsyncIterator[tuple[Running, Running]]:
+    async with AsyncExitStack() as stack:
+        pair = []
+        for name in ("a", "b"):
+            (directory / name).mkdir()
+            pair.append(await stack.enter_async_context(running(directory / name, make(), write=write)))
+        yield pair[0], pair[1]
 
 
 async def stream(here: Running, path: str, body: dict[str, Any]) -> list[str]:
@@ -192,10 +188,10 @@ BODIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", BODIES)
-def test_after_any_write_the_rest_is_what_it_would_have_been(tmp_path: Path, name: str) -> None:
+async def test_after_any_write_the_rest_is_what_it_would_have_been(tmp_path: Path, name: str) -> None:
     path, body = BODIES[name]
 
-    async def scenario(here: Running, there: Running) -> None:
+    async with play(tmp_path) as (here, there):
         writes = await stream(here, path, body)
         whole = by_choice(events("".join(writes)))
         generated = there.engine.made_of
@@ -206,13 +202,11 @@ def test_after_any_write_the_rest_is_what_it_would_have_been(tmp_path: Path, nam
             assert HEADER_RESUMABLE not in answer.headers
             assert by_choice(events("".join(writes[:cut]) + answer.text)) == whole
 
-    play(tmp_path, scenario)
 
-
-def test_a_session_is_told_what_was_generated_here_only(tmp_path: Path) -> None:
+async def test_a_session_is_told_what_was_generated_here_only(tmp_path: Path) -> None:
     path, body = COMPLETIONS, {"prompt": PROMPT, "max_tokens": 9, "user": "u", "n": 2}
 
-    async def scenario(here: Running, there: Running) -> None:
+    async with play(tmp_path) as (here, there):
         writes = await stream(here, path, body)
         cut = next(i for i in range(len(writes)) if len(re.findall(": m [01]:", "".join(writes[:i]))) == 8)
         seam = events((await resume(there, path, body, writes[:cut])).text)[0]["midstream"]["resumed"]
@@ -223,13 +217,11 @@ def test_a_session_is_told_what_was_generated_here_only(tmp_path: Path) -> None:
         assert stats.generated_tokens == 18 - had
         assert stats.token_gaps == 9 - min(seam["tokens"]) - 1
 
-    play(tmp_path, scenario)
 
-
-def test_streams_are_resumed_beside_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_streams_are_resumed_beside_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("midstream.replica.response.generation.REPLAYED_AT_ONCE", 1)
 
-    async def scenario(here: Running, there: Running) -> None:
+    async with play(tmp_path) as (here, there):
         asked = [BODIES[name] for name in ("text", "choices", "stops", "echo")]
         begun = [await stream(here, *given) for given in asked]
         tasks = [resume(there, *given, writes[:-4]) for given, writes in zip(asked, begun, strict=True)]
@@ -237,13 +229,11 @@ def test_streams_are_resumed_beside_each_other(tmp_path: Path, monkeypatch: pyte
         for writes, answer in zip(begun, answers, strict=True):
             assert by_choice(events("".join(writes[:-4]) + answer.text)) == by_choice(events("".join(writes)))
 
-    play(tmp_path, scenario)
 
-
-def test_the_requests_that_reach_the_engine_go_on_behind_what_was_emitted(tmp_path: Path) -> None:
+async def test_the_requests_that_reach_the_engine_go_on_behind_what_was_emitted(tmp_path: Path) -> None:
     path, body = BODIES["choices"]
 
-    async def scenario(here: Running, there: Running) -> None:
+    async with play(tmp_path) as (here, there):
         writes = await stream(here, path, body)
         told = ResumeLogReader(state_of(writes[:-1])).events(4)
         at = next(i for i in range(len(writes)) if state_of(writes[: i + 1]).count('"finish"') == 1)
@@ -264,13 +254,11 @@ def test_the_requests_that_reach_the_engine_go_on_behind_what_was_emitted(tmp_pa
         assert first["midstream"] == {"resumed": {"from": "replica-7", "tokens": tokens, "exact": True}}
         assert all("midstream" not in event for event in events(answer.text)[1:])
 
-    play(tmp_path, scenario)
 
-
-def test_half_characters_and_held_back_text_come_out_whole(tmp_path: Path) -> None:
+async def test_half_characters_and_held_back_text_come_out_whole(tmp_path: Path) -> None:
     body = {"prompt": PROMPT, "max_tokens": 15, "stop": ["é!"], "logprobs": True}
 
-    async def scenario(here: Running, there: Running) -> None:
+    async with play(tmp_path) as (here, there):
         for running_one in (here, there):
             running_one.engine.reply = tuple("aé?é€x".encode())
         writes = await stream(here, COMPLETIONS, body)
@@ -280,16 +268,14 @@ def test_half_characters_and_held_back_text_come_out_whole(tmp_path: Path) -> No
             answer = await resume(there, COMPLETIONS, body, writes[:cut])
             assert by_choice(events("".join(writes[:cut]) + answer.text)) == whole
 
-    play(tmp_path, scenario)
-
 
 @pytest.mark.parametrize("parallel", [True, False])
-def test_tool_calls_go_on_in_the_middle(tmp_path: Path, parallel: bool) -> None:
+async def test_tool_calls_go_on_in_the_middle(tmp_path: Path, parallel: bool) -> None:
     body = {
         "messages": USER, "tools": TOOLS, "max_tokens": 400, "parallel_tool_calls": parallel, "logprobs": True,
     }  # fmt: skip
 
-    async def scenario(here: Running, there: Running) -> None:
+    async with play(tmp_path, lambda: a_tool_engine(f"I look.\n{CALLS}"), write_tool_model) as (here, there):
         writes = await stream(here, CHAT, body)
         whole = by_choice(events("".join(writes)))
         assert whole[0][-1]["choices"][0]["finish_reason"] == "tool_calls"
@@ -297,13 +283,11 @@ def test_tool_calls_go_on_in_the_middle(tmp_path: Path, parallel: bool) -> None:
             answer = await resume(there, CHAT, body, writes[:cut])
             assert by_choice(events("".join(writes[:cut]) + answer.text)) == whole
 
-    play(tmp_path, scenario, lambda: a_tool_engine(f"I look.\n{CALLS}"), write_tool_model)
 
-
-def test_a_swap_behind_a_stream_is_not_pretended_away(tmp_path: Path) -> None:
+async def test_a_swap_behind_a_stream_is_not_pretended_away(tmp_path: Path) -> None:
     path, body = BODIES["metrics"]
 
-    async def scenario(here: Running, there: Running) -> None:
+    async with play(tmp_path) as (here, there):
         await here.swapped("step-1")
         writes = await stream(here, path, body)
         refused = await resume(there, path, body, writes[:2])
@@ -323,26 +307,22 @@ def test_a_swap_behind_a_stream_is_not_pretended_away(tmp_path: Path) -> None:
         mixed = await there.http.post(PATH_RESUME, json=asked)
         assert (mixed.status_code, "swapped" in mixed.text) == (409, True)
 
-    play(tmp_path, scenario)
 
-
-def test_a_swap_while_kv_is_computed_again_ends_the_stream(tmp_path: Path) -> None:
+async def test_a_swap_while_kv_is_computed_again_ends_the_stream(tmp_path: Path) -> None:
     path, body = BODIES["text"]
 
-    async def scenario(here: Running, there: Running) -> None:
+    async with play(tmp_path) as (here, there):
         writes = await stream(here, path, body)
         # The engine has switched, the replica does not know yet.
         there.engine.serving = "step-9"
         refused = await resume(there, path, body, writes[:3])
         assert (refused.status_code, "swapped while" in refused.text) == (409, True)
 
-    play(tmp_path, scenario)
 
-
-def test_what_cannot_be_resumed_says_so_and_is_no_worse_than_before(tmp_path: Path) -> None:
+async def test_what_cannot_be_resumed_says_so_and_is_no_worse_than_before(tmp_path: Path) -> None:
     path, body = BODIES["text"]
 
-    async def scenario(here: Running, there: Running) -> None:
+    async with play(tmp_path) as (here, there):
         writes = await stream(here, path, body)
         raw = {**body, "raw_output": True, "logprobs": True}
         answer = await here.http.post(path, json={"model": MODEL, "stream": True, **raw}, headers=RESUMABLE)
@@ -375,13 +355,13 @@ def test_what_cannot_be_resumed_says_so_and_is_no_worse_than_before(tmp_path: Pa
         assert (await there.http.post(PATH_RESUME, json=sent)).status_code == 400
         assert (await there.http.post(PATH_RESUME, content=b"{}")).status_code == 400
 
-    play(tmp_path, scenario)
 
-
-def test_an_engine_that_dies_under_a_stream_breaks_it_off_so_that_it_can_be_resumed(tmp_path: Path) -> None:
+async def test_an_engine_that_dies_under_a_stream_breaks_it_off_so_that_it_can_be_resumed(
+    tmp_path: Path,
+) -> None:
     path, body = BODIES["text"]
 
-    async def scenario(here: Running, there: Running) -> None:
+    async with play(tmp_path) as (here, there):
         whole = await stream(there, path, body)
         here.engine.die_after = 3
         sent = {"model": MODEL, "stream": True, **body}
@@ -393,14 +373,12 @@ def test_an_engine_that_dies_under_a_stream_breaks_it_off_so_that_it_can_be_resu
         both = by_choice(events(got + answer.text))[0]
         assert [e["choices"] for e in both] == [e["choices"] for e in by_choice(events("".join(whole)))[0]]
 
-    play(tmp_path, scenario)
 
-
-def test_a_request_that_the_engine_gives_up_is_told_as_no_loss(tmp_path: Path) -> None:
+async def test_a_request_that_the_engine_gives_up_is_told_as_no_loss(tmp_path: Path) -> None:
     """Of a stream by its last line, of an answer without a byte by the refusal."""
     path, body = BODIES["text"]
 
-    async def scenario(here: Running, there: Running) -> None:
+    async with play(tmp_path) as (here, there):
         whole = await stream(there, path, body)
         here.engine.die_after, here.engine.death = 3, StreamLost("the snapshot s failed its check")
         sent = {"model": MODEL, "stream": True, **body}
@@ -417,16 +395,14 @@ def test_a_request_that_the_engine_gives_up_is_told_as_no_loss(tmp_path: Path) -
             assert refused.headers[HEADER_ANOTHER_BOOT] == "1"
         assert here.replica.ready
 
-    play(tmp_path, scenario)
 
-
-def test_an_engine_that_dies_under_a_resumed_stream_breaks_it_off_for_the_gateway_to_judge(
+async def test_an_engine_that_dies_under_a_resumed_stream_breaks_it_off_for_the_gateway_to_judge(
     tmp_path: Path,
 ) -> None:
     """An error event would pass the gateway by, which counts the losses of a request and says where it was lost."""
     path, body = BODIES["text"]
 
-    async def scenario(here: Running, there: Running) -> None:
+    async with play(tmp_path) as (here, there):
         writes = await stream(here, path, body)
         asked = {"model": MODEL, "stream": True, **body}
         sent = {"path": path, "lost": "r", "exact": True, "state": state_of(writes[:2]), "body": asked}
@@ -436,17 +412,15 @@ def test_an_engine_that_dies_under_a_resumed_stream_breaks_it_off_for_the_gatewa
         assert "data: " in got
         assert "error" not in got
 
-    play(tmp_path, scenario)
-
 
 @pytest.mark.parametrize("of_gateway", [True, False])
-def test_a_gateways_stream_that_cannot_be_resumed_is_broken_off_too_and_anybody_elses_tells_the_error(
+async def test_a_gateways_stream_that_cannot_be_resumed_is_broken_off_too_and_anybody_elses_tells_the_error(
     tmp_path: Path, of_gateway: bool
 ) -> None:
     """With failover off, and where a request was sent anew."""
     path, body = BODIES["text"]
 
-    async def scenario(here: Running, there: Running) -> None:
+    async with play(tmp_path) as (here, _there):
         here.engine.die_after = 3
         sent = {"model": MODEL, "stream": True, **body}
         headers = {HEADER_BOOT: here.replica.boot} if of_gateway else {}
@@ -455,13 +429,11 @@ def test_a_gateways_stream_that_cannot_be_resumed_is_broken_off_too_and_anybody_
         assert ("the engine stopped while it served this request" in got) is not of_gateway
         assert got.startswith("data: ")
 
-    play(tmp_path, scenario)
 
-
-def test_a_stream_that_waited_to_be_replayed_does_not_go_on_at_a_later_boot(tmp_path: Path) -> None:
+async def test_a_stream_that_waited_to_be_replayed_does_not_go_on_at_a_later_boot(tmp_path: Path) -> None:
     path, body = BODIES["text"]
 
-    async def scenario(here: Running, there: Running) -> None:
+    async with play(tmp_path) as (here, there):
         writes = await stream(here, path, body)
         service = there.replica.own.service
         assert service is not None
@@ -474,13 +446,11 @@ def test_a_stream_that_waited_to_be_replayed_does_not_go_on_at_a_later_boot(tmp_
         assert (answer.status_code, answer.headers[HEADER_ANOTHER_BOOT]) == (503, "1")
         assert there.engine.requests == []
 
-    play(tmp_path, scenario)
 
-
-def test_resumed_streams_are_let_in_beside_as_many_as_fit(tmp_path: Path) -> None:
+async def test_resumed_streams_are_let_in_beside_as_many_as_fit(tmp_path: Path) -> None:
     path, body = BODIES["text"]
 
-    async def scenario(here: Running, there: Running) -> None:
+    async with play(tmp_path) as (here, there):
         writes = await stream(here, path, body)
         there.engine.allowed = 0
         there.replica.own.gate._requests_max = 1
@@ -493,8 +463,6 @@ def test_resumed_streams_are_let_in_beside_as_many_as_fit(tmp_path: Path) -> Non
         there.engine.allow(99)
         assert [(await answer).status_code for answer in resumed] == [200] * 3
         await first
-
-    play(tmp_path, scenario)
 
 
 def test_steps_are_read_back_as_the_events_they_were() -> None:
@@ -597,11 +565,13 @@ class SlowToSay(FakeEngine):
             yield event
 
 
-def test_the_log_says_of_which_files_kv_is_before_the_engine_has_told_of_its_switch(tmp_path: Path) -> None:
+async def test_the_log_says_of_which_files_kv_is_before_the_engine_has_told_of_its_switch(
+    tmp_path: Path,
+) -> None:
     """Of a stream that waits in the engine while other files come under the name of what serves."""
     path, body = BODIES["text"]
 
-    async def scenario(here: Running, _: Running) -> None:
+    async with play(tmp_path, SlowToSay) as (here, _):
         engine, replica = cast(SlowToSay, here.engine), here.replica
 
         async def loaded(generation: int) -> str:
@@ -622,8 +592,6 @@ def test_the_log_says_of_which_files_kv_is_before_the_engine_has_told_of_its_swi
         engine.says.set()
         new = await loaded(2)
         assert (told, old != new) == ({new}, True)
-
-    play(tmp_path, scenario, SlowToSay)
 
 
 def test_kv_that_is_computed_again_under_other_files_of_the_name_is_refused() -> None:

@@ -5,14 +5,14 @@ from typing import Any
 
 import pytest
 from msgspec.structs import replace
-from replica_fakes import HE, IM_END, IM_START, FakeEngine, Running, ids
-from test_replica_wire import ask, play, refusal
+from replica_fakes import HE, IM_END, IM_START, FakeEngine, ids, running
+from test_replica_wire import ask, refusal
 
 CHAT = [{"role": "user", "content": "he said"}]
 
 
-def test_tokens_are_those_of_a_request_and_their_text_comes_back(tmp_path: Path) -> None:
-    async def scenario(here: Running) -> None:
+async def test_tokens_are_those_of_a_request_and_their_text_comes_back(tmp_path: Path) -> None:
+    async with running(tmp_path, FakeEngine()) as here:
         said = (await here.http.post("/tokenize", json={"prompt": "he a", "return_token_strs": True})).json()
         assert said == {
             "count": 3, "max_model_len": 128, "tokens": [HE, 32, 97], "token_strs": ["he", "Ġ", "a"],
@@ -33,8 +33,6 @@ def test_tokens_are_those_of_a_request_and_their_text_comes_back(tmp_path: Path)
         nothing = {"tokens": [], "return_token_texts": True}
         assert (await here.http.post("/detokenize", json=nothing)).json() == {"prompt": "", "token_texts": []}
 
-    play(tmp_path, FakeEngine(), scenario)
-
 
 @pytest.mark.parametrize(
     ("path", "body", "param"),
@@ -52,16 +50,14 @@ def test_tokens_are_those_of_a_request_and_their_text_comes_back(tmp_path: Path)
         ("/detokenize", {"tokens": [1] * 129}, "tokens"),
     ],
 )
-def test_what_is_refused_is_named(tmp_path: Path, path: str, body: dict[str, Any], param: str) -> None:
-    async def scenario(here: Running) -> None:
+async def test_what_is_refused_is_named(tmp_path: Path, path: str, body: dict[str, Any], param: str) -> None:
+    async with running(tmp_path, FakeEngine()) as here:
         status, message, named = refusal(await here.http.post(path, json=body))
         assert (status, named) == (400, param), message
 
-    play(tmp_path, FakeEngine(), scenario)
 
-
-def test_a_rendered_request_is_taken_as_it_is_and_generates_the_same(tmp_path: Path) -> None:
-    async def scenario(here: Running) -> None:
+async def test_a_rendered_request_is_taken_as_it_is_and_generates_the_same(tmp_path: Path) -> None:
+    async with running(tmp_path, FakeEngine()) as here:
         asked = {"messages": CHAT, "max_tokens": 4, "seed": 3, "temperature": 0.5, "stop": ["zz"], "cache_salt": "a",
                  "logprobs": True, "top_logprobs": 1, "logit_bias": {"65": 1.0}}  # fmt: skip
         rendered = (await here.http.post("/v1/chat/completions/render", json=asked)).json()
@@ -76,11 +72,9 @@ def test_a_rendered_request_is_taken_as_it_is_and_generates_the_same(tmp_path: P
         assert [one["token_ids"] for one in two] == [[HE], [65]]
         assert [one["sampling_params"]["max_tokens"] for one in two] == [16, 16]
 
-    play(tmp_path, FakeEngine(), scenario)
 
-
-def test_a_rendered_request_asks_for_the_masks_that_the_chat_asked_for(tmp_path: Path) -> None:
-    async def scenario(here: Running) -> None:
+async def test_a_rendered_request_asks_for_the_masks_that_the_chat_asked_for(tmp_path: Path) -> None:
+    async with running(tmp_path, FakeEngine()) as here:
         asked = {
             "messages": CHAT,
             "max_tokens": 4,
@@ -93,12 +87,10 @@ def test_a_rendered_request_asks_for_the_masks_that_the_chat_asked_for(tmp_path:
         assert len(answer["choices"][0]["sampling_mask"]) == 4
         assert here.engine.requests[-1].want_masks
 
-    play(tmp_path, FakeEngine(), scenario)
-
 
 @pytest.mark.parametrize("field", [{"temperature": 0}, {"skip_special_tokens": False}, {"top_k": 0}])
-def test_what_is_nothing_or_false_is_rendered_too(tmp_path: Path, field: dict[str, Any]) -> None:
-    async def scenario(here: Running) -> None:
+async def test_what_is_nothing_or_false_is_rendered_too(tmp_path: Path, field: dict[str, Any]) -> None:
+    async with running(tmp_path, FakeEngine()) as here:
         asked = {"messages": CHAT, "max_tokens": 4, **field}
         rendered = (await here.http.post("/v1/chat/completions/render", json=asked)).json()
         assert rendered["sampling_params"] == {"max_tokens": 4, **field}
@@ -108,16 +100,12 @@ def test_what_is_nothing_or_false_is_rendered_too(tmp_path: Path, field: dict[st
         # Unless it is given, each has a seed of its own.
         assert replace(posted.sampling, seed=0) == replace(chat.sampling, seed=0)
 
-    play(tmp_path, FakeEngine(), scenario)
 
-
-def test_trl_reads_ids_and_log_probabilities_of_a_completion(tmp_path: Path) -> None:
+async def test_trl_reads_ids_and_log_probabilities_of_a_completion(tmp_path: Path) -> None:
     """As asynchronous GRPO of TRL 1.16 asks."""
 
-    async def scenario(here: Running) -> None:
+    async with running(tmp_path, FakeEngine("hello")) as here:
         asked: dict[str, Any] = {"prompt": [65, 66], "n": 1, "logprobs": 0, "return_token_ids": True}
         (choice,) = (await ask(here, max_tokens=3, **asked)).json()["choices"]
         assert choice["token_ids"] == [HE, 108, 108]
         assert choice["logprobs"]["token_logprobs"] == [-2.0, -3.0, -4.0]
-
-    play(tmp_path, FakeEngine("hello"), scenario)

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from replica_fakes import MODEL, FakeEngine, Running, ids
-from test_replica_wire import play
+from replica_fakes import MODEL, FakeEngine, Running, ids, running
 
 from midstream.core.resumption import HEADER_RESUMABLE
 from midstream.core.types import GenerateRequest, GenerationEvent
@@ -64,7 +63,7 @@ class Offering(FakeEngine):
 
 @pytest.mark.parametrize("name", BODIES)
 @pytest.mark.parametrize("experts", [8, 300])
-def test_the_short_way_gives_the_bytes_of_the_long_way(
+async def test_the_short_way_gives_the_bytes_of_the_long_way(
     name: str, experts: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, body, short = BODIES[name]
@@ -91,6 +90,7 @@ def test_the_short_way_gives_the_bytes_of_the_long_way(
 
     for number, engine in enumerate((FakeEngine(experts=experts), Offering(experts=experts))):
         (directory := tmp_path / str(number)).mkdir()
-        play(directory, engine, scenario)
+        async with running(directory, engine) as here:
+            await scenario(here)
     assert said[0] == said[1]
     assert (taken > 0) == short, taken

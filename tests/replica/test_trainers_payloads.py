@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from replica_fakes import MODEL, RANK, FakeEngine, Running, ids
+from replica_fakes import MODEL, RANK, FakeEngine, ids, running
 from test_replica_tool_api import engine_saying
 from test_replica_tool_api import play as play_with
-from test_replica_wire import play, refusal
+from test_replica_wire import refusal
 
 IDS = [65, 66, 67]
 HI = [{"role": "user", "content": "hi"}]
@@ -388,21 +388,19 @@ def values(found: Any, path: str) -> list[Any]:
     return here
 
 
-def play_tools(directory: Path, scenario: Any) -> None:
-    play_with(directory, engine_saying("hello"), scenario)
-
-
 @pytest.mark.parametrize("name", TAKEN)
-def test_what_a_trainer_posts_is_taken_and_what_it_reads_is_there(tmp_path: Path, name: str) -> None:
+async def test_what_a_trainer_posts_is_taken_and_what_it_reads_is_there(tmp_path: Path, name: str) -> None:
     post = TAKEN[name]
 
-    async def scenario(here: Running) -> None:
+    tools = "tools" in post.body
+    entered = play_with(tmp_path, engine_saying("hello")) if tools else running(tmp_path, FakeEngine())
+    async with entered as here:
         answer = await here.http.post(post.path, json=post.body, headers=post.headers)
         assert answer.status_code == 200, answer.text
         found = answer.json()
         for path in post.reads:
             assert None not in values(found, path), path
-        if "tools" in post.body:
+        if tools:
             return
         for choice in found.get("choices", []):
             assert tuple(choice.get("token_ids", SAMPLED)) == SAMPLED
@@ -410,16 +408,11 @@ def test_what_a_trainer_posts_is_taken_and_what_it_reads_is_there(tmp_path: Path
             if post.path == GENERATE or post.body.get("return_tokens_as_token_ids"):
                 assert all(found == [f"token_id:{token}" for token in SAMPLED] for found in names.values())
 
-    if "tools" in post.body:
-        play_tools(tmp_path, scenario)
-    else:
-        play(tmp_path, FakeEngine(), scenario)
 
-
-def test_areal_reads_the_scored_token_first_and_routes_as_int32(tmp_path: Path) -> None:
+async def test_areal_reads_the_scored_token_first_and_routes_as_int32(tmp_path: Path) -> None:
     """AReaL takes the first entry of each position for the prompt's own token."""
 
-    async def scenario(here: Running) -> None:
+    async with running(tmp_path, FakeEngine()) as here:
         post = TAKEN["areal-vllm-score"]
         scored = (await here.http.post(post.path, json=post.body)).json()["choices"][0]["prompt_logprobs"]
         assert [next(iter(entries.items()))[0] for entries in scored[1:]] == ["66", "67"]
@@ -436,26 +429,22 @@ def test_areal_reads_the_scored_token_first_and_routes_as_int32(tmp_path: Path) 
         meta = (await here.http.post(post.path, json=post.body)).json()["meta_info"]
         assert [entry[0] for entry in meta["input_token_logprobs"]][-2:] == [-1.0, -2.0]
 
-    play(tmp_path, FakeEngine(), scenario)
-
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_not_supported_is_refused_by_name(tmp_path: Path, name: str) -> None:
+async def test_what_is_not_supported_is_refused_by_name(tmp_path: Path, name: str) -> None:
     path, body, status, param = REFUSED[name]
 
-    async def scenario(here: Running) -> None:
+    async with running(tmp_path, FakeEngine()) as here:
         answer = await here.http.post(path, json=body)
         assert answer.status_code == status, answer.text
         assert param is None or refusal(answer)[2] == param, answer.text
         assert not here.engine.requests
 
-    play(tmp_path, FakeEngine(), scenario)
 
-
-def test_a_token_outside_its_alternatives_has_its_own_rank(tmp_path: Path) -> None:
+async def test_a_token_outside_its_alternatives_has_its_own_rank(tmp_path: Path) -> None:
     """TRL's distillation sorts by rank, and fails on null."""
 
-    async def scenario(here: Running) -> None:
+    async with running(tmp_path, FakeEngine()) as here:
         post = TAKEN["trl-teacher"]
         answer = await here.http.post(
             post.path, json={**post.body, "prompt": [65, 120], "prompt_logprobs": 8}
@@ -464,17 +453,13 @@ def test_a_token_outside_its_alternatives_has_its_own_rank(tmp_path: Path) -> No
         assert [entry["rank"] for entry in entries.values()] == [RANK, *range(1, 9)]
         assert entries["120"]["logprob"] == -1.0
 
-    play(tmp_path, FakeEngine(), scenario)
 
-
-def test_tools_that_may_not_be_called_are_in_the_prompt(tmp_path: Path) -> None:
+async def test_tools_that_may_not_be_called_are_in_the_prompt(tmp_path: Path) -> None:
     """TRL sends tool_choice none and expects vLLM's prompt, which lists the tools."""
 
-    async def scenario(here: Running) -> None:
+    async with play_with(tmp_path, engine_saying("hello")) as here:
         sizes = []
         for more in ({}, {"tools": [TOOL], "tool_choice": "none"}, {"tools": [TOOL], "tool_choice": "auto"}):
             answer = await here.http.post(CHAT, json={**TRL_CHAT, **more})
             sizes.append(len(answer.json()["prompt_token_ids"]))
         assert sizes[0] < sizes[1] == sizes[2]
-
-    play_tools(tmp_path, scenario)

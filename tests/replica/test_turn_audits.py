@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -110,45 +111,38 @@ class Stand:
         return found
 
 
-def play(
-    tmp_path: Path,
-    scenario: Callable[[Stand], Coroutine[Any, Any, None]],
-    *,
-    share: float = 1.0,
-    idle_s: float = 0.0,
-    keep_s: float = 60.0,
-) -> None:
-    async def main() -> None:
-        events: list[str] = []
-        told = Told(events)
-        stands = list[Stand]()
+@asynccontextmanager
+async def play(
+    tmp_path: Path, *, share: float = 1.0, idle_s: float = 0.0, keep_s: float = 60.0
+) -> AsyncIterator[Stand]:
+    events: list[str] = []
+    told = Told(events)
+    stands = list[Stand]()
 
-        async def start() -> Auditor:
-            events.append("start")
-            if stands[0].no_start:
-                raise stands[0].no_start.pop()
-            return told
+    async def start() -> Auditor:
+        events.append("start")
+        if stands[0].no_start:
+            raise stands[0].no_start.pop()
+        return told
 
-        audits = Audits(
-            "replica-0",
-            share,
-            start,
-            base=tmp_path,
-            model=MODEL,
-            clock=lambda: 50.0,
-            idle_s=idle_s,
-            keep_s=keep_s,
-        )
-        async with running(tmp_path, Noting(events), audits=audits) as here:
-            events.clear()
-            stands.append(Stand(here, audits, told, events))
-            await asyncio.wait_for(scenario(stands[0]), 60)
-
-    asyncio.run(main())
+    audits = Audits(
+        "replica-0",
+        share,
+        start,
+        base=tmp_path,
+        model=MODEL,
+        clock=lambda: 50.0,
+        idle_s=idle_s,
+        keep_s=keep_s,
+    )
+    async with running(tmp_path, Noting(events), audits=audits) as here:
+        events.clear()
+        stands.append(Stand(here, audits, told, events))
+        yield stands[0]
 
 
-def test_a_turn_is_audited_as_a_record_that_stands_alone(tmp_path: Path) -> None:
-    async def scenario(stand: Stand) -> None:
+async def test_a_turn_is_audited_as_a_record_that_stands_alone(tmp_path: Path) -> None:
+    async with play(tmp_path) as stand:
         await stand.turn("s", temperature=0.5)
         counts = await stand.answered(AuditAnswer(worst=2e-6))
         assert (counts.audited, counts.waiting, counts.max_dlogprob, counts.last) == (1, 0, 2e-6, None)
@@ -162,13 +156,11 @@ def test_a_turn_is_audited_as_a_record_that_stands_alone(tmp_path: Path) -> None
         assert turn["sampling"]["temperature"] == 0.5
         assert stand.told.files == [{"base": str(tmp_path)}]
 
-    play(tmp_path, scenario)
 
-
-def test_the_auditor_is_halted_before_the_engine_has_a_request_and_proceeds_when_none_is_left(
+async def test_the_auditor_is_halted_before_the_engine_has_a_request_and_proceeds_when_none_is_left(
     tmp_path: Path,
 ) -> None:
-    async def scenario(stand: Stand) -> None:
+    async with play(tmp_path) as stand:
         await stand.turn("s")
         await stand.told.asked.wait()
         stand.events.clear()
@@ -181,11 +173,9 @@ def test_the_auditor_is_halted_before_the_engine_has_a_request_and_proceeds_when
         assert counts.audited == 1
         assert stand.stats().audited == 2
 
-    play(tmp_path, scenario)
 
-
-def test_the_auditor_is_halted_while_a_swap_is_under_way(tmp_path: Path) -> None:
-    async def scenario(stand: Stand) -> None:
+async def test_the_auditor_is_halted_while_a_swap_is_under_way(tmp_path: Path) -> None:
+    async with play(tmp_path) as stand:
         await stand.turn("s")
         await stand.told.asked.wait()
         stand.events.clear()
@@ -202,18 +192,16 @@ def test_the_auditor_is_halted_while_a_swap_is_under_way(tmp_path: Path) -> None
         assert stand.events[2:] == ["generate", "proceed"]
         assert counts.audited == 1
 
-    play(tmp_path, scenario)
-
 
 @pytest.mark.parametrize("large", [False, True])
-def test_a_large_turn_is_encoded_beside_the_event_loop(
+async def test_a_large_turn_is_encoded_beside_the_event_loop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, large: bool
 ) -> None:
     by = set[bool]()
     if large:
         monkeypatch.setattr(audit, "LARGE_BYTES", 1)
 
-    async def scenario(stand: Stand) -> None:
+    async with play(tmp_path) as stand:
         traced = stand.audits.traced
 
         def noted(turn: Turn) -> TracedTurn:
@@ -223,12 +211,10 @@ def test_a_large_turn_is_encoded_beside_the_event_loop(
         stand.audits.traced = noted
         await stand.turn("s")
         assert (await stand.answered(AuditAnswer())).audited == 1
-
-    play(tmp_path, scenario)
     assert by == {not large}
 
 
-def test_no_auditor_is_started_for_a_large_turn_behind_whose_encoding_a_swap_began(
+async def test_no_auditor_is_started_for_a_large_turn_behind_whose_encoding_a_swap_began(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     encoded_own = Audits._encoded
@@ -243,7 +229,7 @@ def test_no_auditor_is_started_for_a_large_turn_behind_whose_encoding_a_swap_beg
 
     monkeypatch.setattr(Audits, "_encoded", encoded)
 
-    async def scenario(stand: Stand) -> None:
+    async with play(tmp_path) as stand:
         await stand.turn("s")
         await began.wait()
         stand.here.source.blocked = {"step-1"}
@@ -255,11 +241,9 @@ def test_no_auditor_is_started_for_a_large_turn_behind_whose_encoding_a_swap_beg
         assert (await stand.answered(AuditAnswer())).audited == 1
         assert [event for event in stand.events if event != "generate"] == ["start"]
 
-    play(tmp_path, scenario)
 
-
-def test_nothing_is_audited_while_requests_come_one_behind_the_other(tmp_path: Path) -> None:
-    async def scenario(stand: Stand) -> None:
+async def test_nothing_is_audited_while_requests_come_one_behind_the_other(tmp_path: Path) -> None:
+    async with play(tmp_path, idle_s=3600.0) as stand:
         for number in range(5):
             await stand.turn(f"s-{number}")
         assert stand.events == ["generate"] * 5
@@ -267,10 +251,9 @@ def test_nothing_is_audited_while_requests_come_one_behind_the_other(tmp_path: P
         assert stand.stats().audited == 0
 
     # It would be idle an hour behind the last one.
-    play(tmp_path, scenario, idle_s=3600.0)
 
 
-def test_a_mismatch_is_counted_by_cause_and_named_in_log_and_report(
+async def test_a_mismatch_is_counted_by_cause_and_named_in_log_and_report(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def scenario(stand: Stand) -> None:
@@ -289,7 +272,8 @@ def test_a_mismatch_is_counted_by_cause_and_named_in_log_and_report(
         )
 
     with caplog.at_level(logging.ERROR):
-        play(tmp_path, scenario)
+        async with play(tmp_path) as stand:
+            await scenario(stand)
     assert any(
         "audit: session 's', turn 1, on replica-0, snapshot base: moved logprob: the tokens behind it fit"
         in one
@@ -297,10 +281,10 @@ def test_a_mismatch_is_counted_by_cause_and_named_in_log_and_report(
     )
 
 
-def test_a_name_that_means_other_files_since_is_no_mismatch(tmp_path: Path) -> None:
+async def test_a_name_that_means_other_files_since_is_no_mismatch(tmp_path: Path) -> None:
     before, after = tmp_path / "before", tmp_path / "after"
 
-    async def scenario(stand: Stand) -> None:
+    async with play(tmp_path) as stand:
         for place in (before, after):
             place.mkdir()
         stand.audits.serves(MODEL, "step-1", before)
@@ -320,13 +304,11 @@ def test_a_name_that_means_other_files_since_is_no_mismatch(tmp_path: Path) -> N
         counts = await stand.answered(AuditAnswer(mismatches=[OFF]))
         assert counts.not_audited == {GONE: 3}
 
-    play(tmp_path, scenario)
 
-
-def test_a_name_whose_files_went_and_that_means_others_now_is_no_mismatch(tmp_path: Path) -> None:
+async def test_a_name_whose_files_went_and_that_means_others_now_is_no_mismatch(tmp_path: Path) -> None:
     before, after = tmp_path / "before", tmp_path / "after"
 
-    async def scenario(stand: Stand) -> None:
+    async with play(tmp_path) as stand:
         for place in (before, after):
             place.mkdir()
         await stand.turn("first")
@@ -341,11 +323,9 @@ def test_a_name_whose_files_went_and_that_means_others_now_is_no_mismatch(tmp_pa
         counts = await stand.answered(AuditAnswer())
         assert (counts.audited, counts.not_audited, counts.waiting) == (1, {GONE: 1}, 0)
 
-    play(tmp_path, scenario)
 
-
-def test_an_auditor_that_cannot_be_started_costs_one_turn_and_is_tried_again(tmp_path: Path) -> None:
-    async def scenario(stand: Stand) -> None:
+async def test_an_auditor_that_cannot_be_started_costs_one_turn_and_is_tried_again(tmp_path: Path) -> None:
+    async with play(tmp_path) as stand:
         stand.no_start.append(BlockingIOError(11, "Resource temporarily unavailable"))
         await stand.turn("s")
         while not stand.stats().not_audited:
@@ -354,11 +334,9 @@ def test_an_auditor_that_cannot_be_started_costs_one_turn_and_is_tried_again(tmp
         await stand.turn("t")
         assert (await stand.answered(AuditAnswer())).audited == 1
 
-    play(tmp_path, scenario)
 
-
-def test_an_auditor_that_ends_costs_one_turn_and_is_started_again(tmp_path: Path) -> None:
-    async def scenario(stand: Stand) -> None:
+async def test_an_auditor_that_ends_costs_one_turn_and_is_started_again(tmp_path: Path) -> None:
+    async with play(tmp_path) as stand:
         await stand.turn("s")
         counts = await stand.answered(AuditorLost("killed"))
         assert counts.not_audited == {ENDED: 1}
@@ -367,20 +345,16 @@ def test_an_auditor_that_ends_costs_one_turn_and_is_started_again(tmp_path: Path
         assert counts.not_audited["its engine does not say what computed its KV"] == 1
         assert [one for one in stand.events if one in ("start", "close")] == ["start", "close", "start"]
 
-    play(tmp_path, scenario)
 
-
-def test_it_ends_when_no_turn_waits(tmp_path: Path) -> None:
-    async def scenario(stand: Stand) -> None:
+async def test_it_ends_when_no_turn_waits(tmp_path: Path) -> None:
+    async with play(tmp_path, keep_s=0.01) as stand:
         await stand.turn("s")
         await stand.answered(AuditAnswer())
         await stand.told.closed.wait()
 
-    play(tmp_path, scenario, keep_s=0.01)
 
-
-def test_it_ends_when_the_replica_is_busy_for_long_and_its_turn_waits_again(tmp_path: Path) -> None:
-    async def scenario(stand: Stand) -> None:
+async def test_it_ends_when_the_replica_is_busy_for_long_and_its_turn_waits_again(tmp_path: Path) -> None:
+    async with play(tmp_path, keep_s=0.01) as stand:
         await stand.turn("s")
         await stand.told.asked.wait()
         stand.audits.moved(busy=True)
@@ -390,31 +364,25 @@ def test_it_ends_when_the_replica_is_busy_for_long_and_its_turn_waits_again(tmp_
         assert (await stand.answered(AuditAnswer())).audited == 1
         assert [one for one in stand.events if one in ("start", "close")][:3] == ["start", "close", "start"]
 
-    play(tmp_path, scenario, keep_s=0.01)
 
-
-def test_older_turns_make_room_for_newer_ones_and_are_counted(
+async def test_older_turns_make_room_for_newer_ones_and_are_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(audit, "WAITING_MAX", 2)
 
-    async def scenario(stand: Stand) -> None:
+    async with play(tmp_path, idle_s=3600.0) as stand:
         for number in range(5):
             await stand.turn(f"s-{number}")
         assert stand.stats().waiting == 2
         assert stand.stats().not_audited == {NO_TIME: 3}
 
-    play(tmp_path, scenario, idle_s=3600.0)
 
-
-def test_turns_without_records_and_without_a_session_are_not_audited(tmp_path: Path) -> None:
-    async def scenario(stand: Stand) -> None:
+async def test_turns_without_records_and_without_a_session_are_not_audited(tmp_path: Path) -> None:
+    async with play(tmp_path, idle_s=3600.0) as stand:
         await stand.turn("s", headers={"x-midstream-records": "none"})
         answer = await stand.here.http.post("/v1/chat/completions", json=BODY)
         assert answer.status_code == 200
         assert stand.stats().waiting == 0
-
-    play(tmp_path, scenario, idle_s=3600.0)
 
 
 def test_which_turns_are_chosen_follows_from_their_names_alone() -> None:

@@ -154,10 +154,10 @@ async def test_a_client_that_leaves_has_no_turn_and_each_choice_is_one(tmp_path:
         assert [tuple(turn.sampled) for turn in tree.turns] == [LETTERS] * 3
 
 
-def test_a_continued_turn_is_resumed_on_a_replica_that_never_had_the_session(tmp_path: Path) -> None:
+async def test_a_continued_turn_is_resumed_on_a_replica_that_never_had_the_session(tmp_path: Path) -> None:
     """Cut after every write. The prompt is not what the other replica would render, so the log carries it."""
 
-    async def scenario(here: Running, there: Running) -> None:
+    async with play(tmp_path, an_engine) as (here, there):
         answer = await turn(here, [USER])
         again = [USER, answer["choices"][0]["message"], USER]
         body = {"messages": again, "max_tokens": 5, "seed": 3, "return_token_ids": True}
@@ -169,8 +169,6 @@ def test_a_continued_turn_is_resumed_on_a_replica_that_never_had_the_session(tmp
             rest = await resume(there, CHAT, body, writes[:cut])
             assert rest.status_code == 200, rest.text
             assert by_choice(events("".join(writes[:cut]) + rest.text)) == expected
-
-    play(tmp_path, scenario, an_engine)
 
 
 BRANCHES: dict[str, dict[str, Any]] = {
@@ -184,7 +182,7 @@ BRANCHES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("path", BRANCHES)
-def test_whenever_its_replica_is_lost_a_branch_says_so_in_every_api(tmp_path: Path, path: str) -> None:
+async def test_whenever_its_replica_is_lost_a_branch_says_so_in_every_api(tmp_path: Path, path: str) -> None:
     """Cut after every write, also those that show nothing of the answer."""
     body = {"model": MODEL, "stream": True, **BRANCHES[path]}
     said = '"branch":{"why":"new"'
@@ -205,11 +203,12 @@ def test_whenever_its_replica_is_lost_a_branch_says_so_in_every_api(tmp_path: Pa
     def shown(text: str) -> str:
         return "".join(line for line in text.split("\n") if not line.startswith(":"))
 
-    play(tmp_path, scenario, lambda: an_engine(HALVES))
+    async with play(tmp_path, lambda: an_engine(HALVES)) as (here, there):
+        await scenario(here, there)
 
 
-def test_a_turn_that_was_resumed_is_continued_where_it_ended(tmp_path: Path) -> None:
-    async def scenario(here: Running, there: Running) -> None:
+async def test_a_turn_that_was_resumed_is_continued_where_it_ended(tmp_path: Path) -> None:
+    async with play(tmp_path, an_engine) as (here, there):
         answer = await turn(here, [USER])
         again = [USER, answer["choices"][0]["message"], USER]
         asked = {"model": MODEL, "stream": True, "messages": again, "max_tokens": 5, "seed": 3}
@@ -236,8 +235,6 @@ def test_a_turn_that_was_resumed_is_continued_where_it_ended(tmp_path: Path) -> 
         assert first["resumed"] == 2
         with pytest.raises(ValueError, match="lost after 2 of 5 tokens, and another one went on"):
             sequences_of({"id": "s", "traces": [await trace(there) | {"replica": "b"}]})
-
-    play(tmp_path, scenario, an_engine)
 
 
 async def test_a_prompt_that_outgrows_the_context_is_refused_and_the_session_stays(tmp_path: Path) -> None:
@@ -344,8 +341,10 @@ async def test_a_session_that_is_closed_under_a_request_is_not_kept_after_it(tmp
         assert here.replica.trees.size == 0
 
 
-def test_a_replica_that_knows_more_turns_goes_on_with_a_stream_as_it_was_rendered(tmp_path: Path) -> None:
-    async def scenario(here: Running, there: Running) -> None:
+async def test_a_replica_that_knows_more_turns_goes_on_with_a_stream_as_it_was_rendered(
+    tmp_path: Path,
+) -> None:
+    async with play(tmp_path, an_engine) as (here, there):
         # The first turn ran there, where the second one's stream is resumed; here it was rendered.
         answer = await turn(there, [USER])
         again = [USER, answer["choices"][0]["message"], USER]
@@ -359,8 +358,6 @@ def test_a_replica_that_knows_more_turns_goes_on_with_a_stream_as_it_was_rendere
         sent = {"path": CHAT, "lost": "a", "exact": True, "state": state, "body": asked}
         rest = await there.http.post("/replica/resume", json=sent, headers=SESSION)
         assert rest.status_code == 200, rest.text
-
-    play(tmp_path, scenario, an_engine)
 
 
 async def test_a_session_that_its_engines_end_closed_can_still_be_deleted(tmp_path: Path) -> None:

@@ -149,11 +149,11 @@ async def test_choices_of_one_prompt_are_turns_of_their_own(tmp_path: Path) -> N
         assert tell(here)[3] == (3, [5], list(LETTERS))
 
 
-def test_a_stream_goes_on_elsewhere_with_the_tokens_of_its_text(tmp_path: Path) -> None:
+async def test_a_stream_goes_on_elsewhere_with_the_tokens_of_its_text(tmp_path: Path) -> None:
     body = {"prompt": "he said hello he", "max_tokens": 6, "temperature": 0}
     requests: list[GenerateRequest] = []
 
-    async def scenario(here: Running, there: Running) -> None:
+    async with play(tmp_path) as (here, there):
         here.engine.reply = there.engine.reply = LETTERS
         await complete(here, "he said ")
         asked = {"model": MODEL, "stream": True, **body}
@@ -161,8 +161,6 @@ def test_a_stream_goes_on_elsewhere_with_the_tokens_of_its_text(tmp_path: Path) 
             writes = units((await answer.aread()).decode())
         await resume(there, PATH, body, writes[:2])
         requests.extend((here.engine.requests[-1], there.engine.requests[-1]))
-
-    play(tmp_path, scenario)
     one, other = requests
     assert one.prompt == ids("he said ") + LETTERS + ids("he")
     assert other.prompt[: len(one.prompt)] == one.prompt

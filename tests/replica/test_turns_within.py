@@ -197,11 +197,11 @@ def test_an_answer_that_a_client_wrote_goes_on_as_a_branch_and_its_thinking_stay
     assert engine.requests[0].prompt == ids(text)
 
 
-def test_a_stream_within_an_answer_is_resumed_where_its_thinking_is_open(tmp_path: Path) -> None:
+async def test_a_stream_within_an_answer_is_resumed_where_its_thinking_is_open(tmp_path: Path) -> None:
     """Cut after every write. The thinking was opened more tokens ago than are looked at of other prompts."""
     thought = tuple(b"<think>\n" + b"hm " * 100)
 
-    async def scenario(here: Running, there: Running) -> None:
+    async with play(tmp_path, lambda: an_engine(thought), thinking) as (here, there):
         first = (await say(here, [USER], len(thought)))["choices"][0]["message"]
         here.engine.reply = there.engine.reply = tuple(b"so\n</think>\n\nyes")
         body = {"messages": [USER, first], "continue_final_message": True, "max_tokens": 16, "seed": 3}
@@ -215,8 +215,6 @@ def test_a_stream_within_an_answer_is_resumed_where_its_thinking_is_open(tmp_pat
         for cut in range(1, len(writes)):
             rest = await resume(there, CHAT, body, writes[:cut])
             assert by_choice(events("".join(writes[:cut]) + rest.text)) == expected
-
-    play(tmp_path, scenario, lambda: an_engine(thought), thinking)
 
 
 def test_a_chat_with_the_tokenizers_special_tokens_is_a_turn_as_any_other(tmp_path: Path) -> None:

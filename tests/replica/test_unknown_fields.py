@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from replica_fakes import MODEL, FakeEngine, Running
+from replica_fakes import MODEL, FakeEngine
 from test_vllm_fields import HI, play
 
 from midstream.core.errors import InvalidRequest, UnknownField
@@ -100,8 +100,8 @@ def test_a_name_cannot_write_headers() -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_the_response_names_what_was_ignored(tmp_path: Path, stream: bool) -> None:
-    async def scenario(here: Running) -> None:
+async def test_the_response_names_what_was_ignored(tmp_path: Path, stream: bool) -> None:
+    async with play(tmp_path, FakeEngine()) as here:
         for path, prompt in (
             ("/v1/completions", {"prompt": "ab"}),
             ("/v1/chat/completions", {"messages": HI}),
@@ -116,11 +116,9 @@ def test_the_response_names_what_was_ignored(tmp_path: Path, stream: bool) -> No
             refused = await here.http.post(path, json=odd)
             assert (refused.status_code, refused.json()["error"]["param"]) == (400, "colour")
 
-    play(tmp_path, FakeEngine(), scenario)
 
-
-def test_members_of_stream_options_are_fields_as_any_other(tmp_path: Path) -> None:
-    async def scenario(here: Running) -> None:
+async def test_members_of_stream_options_are_fields_as_any_other(tmp_path: Path) -> None:
+    async with play(tmp_path, FakeEngine()) as here:
         asked = {"model": MODEL, "max_tokens": 2, "stream": True}
         options = {"include_usage": True, "include_obfuscation": False}
         for path, given in (
@@ -143,5 +141,3 @@ def test_members_of_stream_options_are_fields_as_any_other(tmp_path: Path) -> No
         usage = known | {"stream_options": {"continuous_usage_stats": True}}
         refused = await here.http.post(path, json=usage, headers=IGNORE)
         assert "stream_options: continuous_usage_stats is not supported" in refused.json()["error"]["message"]
-
-    play(tmp_path, FakeEngine(), scenario)

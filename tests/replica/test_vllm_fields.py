@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -59,17 +59,14 @@ def write_template(directory: Path) -> Path:
     return directory
 
 
-def play(
+@asynccontextmanager
+async def play(
     directory: Path,
     engine: FakeEngine,
-    scenario: Callable[[Running], Awaitable[None]],
     write: Callable[[Path], Path] = write_template,
-) -> None:
-    async def main() -> None:
-        async with running(directory, engine, write=write) as here:
-            await scenario(here)
-
-    asyncio.run(main())
+) -> AsyncIterator[Running]:
+    async with running(directory, engine, write=write) as here:
+        yield here
 
 
 async def complete(here: Running, **fields: Any) -> Any:
@@ -264,10 +261,10 @@ def test_no_stop_string_ends_in_the_free_text_and_one_may_begin_there(cut: int) 
     assert kept.push("xxabyy") == "xxab"
 
 
-def test_the_template_gets_its_variables_and_the_turn_as_asked(tmp_path: Path) -> None:
+async def test_the_template_gets_its_variables_and_the_turn_as_asked(tmp_path: Path) -> None:
     engine = FakeEngine()
 
-    async def scenario(here: Running) -> None:
+    async with play(tmp_path, engine) as here:
         await say(here)
         plain = prompt_of(engine)
         assert plain == "<|im_start|>user\nhi<|im_end|><|im_start|>assistant\n"
@@ -281,24 +278,21 @@ def test_the_template_gets_its_variables_and_the_turn_as_asked(tmp_path: Path) -
         await say(here, messages=begun, continue_final_message=True)
         assert prompt_of(engine) == "<|im_start|>user\nhi<|im_end|><|im_start|>assistant\nWell, "
 
-    play(tmp_path, engine, scenario)
 
-
-def test_reasoning_effort_is_refused_where_the_template_does_not_use_it(tmp_path: Path) -> None:
-    async def scenario(here: Running) -> None:
+async def test_reasoning_effort_is_refused_where_the_template_does_not_use_it(tmp_path: Path) -> None:
+    async with play(tmp_path, FakeEngine(), write_tokenizer) as here:
         body = {"model": MODEL, "messages": HI, "reasoning_effort": "high"}
         response = await here.http.post("/v1/chat/completions", json=body)
         message = "reasoning_effort: not supported by this server; leave it out"
         assert (response.status_code, response.json()["error"]["message"]) == (400, message)
 
-    play(tmp_path, FakeEngine(), scenario, write_tokenizer)
 
-
-def test_special_tokens_and_stops_stand_in_the_text_when_they_are_wanted(tmp_path: Path) -> None:
+async def test_special_tokens_and_stops_stand_in_the_text_when_they_are_wanted(tmp_path: Path) -> None:
     engine = FakeEngine()
     engine.reply = (*ids("a"), IM_START, *ids("b;c"), IM_END)
 
-    async def scenario(here: Running) -> None:
+    async with play(tmp_path, engine) as here:
+
         async def text(**fields: Any) -> str:
             return str((await complete(here, **fields))["choices"][0]["text"])
 
@@ -313,13 +307,11 @@ def test_special_tokens_and_stops_stand_in_the_text_when_they_are_wanted(tmp_pat
         assert await text(stop=";", min_tokens=4) == "ab;c"
         assert await text(detokenize=False) == ""
 
-    play(tmp_path, engine, scenario)
 
-
-def test_every_token_is_on_record_without_text_and_by_its_number(tmp_path: Path) -> None:
+async def test_every_token_is_on_record_without_text_and_by_its_number(tmp_path: Path) -> None:
     engine = FakeEngine()
 
-    async def scenario(here: Running) -> None:
+    async with play(tmp_path, engine) as here:
         asked = {"detokenize": False, "return_tokens_as_token_ids": True, "return_token_ids": True}
         choice = (await complete(here, logprobs=True, top_logprobs=1, **asked))["choices"][0]
         tokens = list(ids("hello he"))
@@ -332,13 +324,11 @@ def test_every_token_is_on_record_without_text_and_by_its_number(tmp_path: Path)
         assert legacy["text"] == "hello he"
         assert legacy["logprobs"]["tokens"] == [f"token_id:{token}" for token in tokens]
 
-    play(tmp_path, engine, scenario)
 
-
-def test_the_prompts_log_probabilities_come_in_vllms_shape(tmp_path: Path) -> None:
+async def test_the_prompts_log_probabilities_come_in_vllms_shape(tmp_path: Path) -> None:
     engine = FakeEngine()
 
-    async def scenario(here: Running) -> None:
+    async with play(tmp_path, engine) as here:
         answer = await complete(here, prompt=["abc", "de"], prompt_logprobs=1, echo=True, max_tokens=1)
         first, second = (choice["prompt_logprobs"] for choice in answer["choices"])
         best = {"logprob": -0.5, "rank": 1, "decoded_token": "A"}
@@ -353,23 +343,19 @@ def test_the_prompts_log_probabilities_come_in_vllms_shape(tmp_path: Path) -> No
         size = len(engine.requests[-1].prompt)
         assert [len(scores or {}) for scores in told["prompt_logprobs"]] == [0] + [1] * (size - 1)
 
-    play(tmp_path, engine, scenario)
 
-
-def test_an_echo_shows_its_own_part_of_a_scored_prompt(tmp_path: Path) -> None:
-    async def scenario(here: Running) -> None:
+async def test_an_echo_shows_its_own_part_of_a_scored_prompt(tmp_path: Path) -> None:
+    async with play(tmp_path, FakeEngine()) as here:
         asked = {"echo": True, "echo_last": 2, "logprobs": True, "prompt_logprobs": 0, "max_tokens": 1}
         choice = (await complete(here, prompt="abcd", **asked))["choices"][0]
         assert [entry["token"] for entry in choice["logprobs"]["content"]] == ["c", "d", "he"]
         assert len(choice["prompt_logprobs"]) == 4
 
-    play(tmp_path, FakeEngine(), scenario)
 
-
-def test_limits_priority_and_salt_reach_the_engine(tmp_path: Path) -> None:
+async def test_limits_priority_and_salt_reach_the_engine(tmp_path: Path) -> None:
     engine = FakeEngine()
 
-    async def scenario(here: Running) -> None:
+    async with play(tmp_path, engine) as here:
         await complete(here, min_tokens=3, allowed_token_ids=[5, 6, 5], bad_words=["he"], priority=4)
         request = engine.requests[-1]
         sampling = request.sampling
@@ -382,11 +368,9 @@ def test_limits_priority_and_salt_reach_the_engine(tmp_path: Path) -> None:
         assert salts[1] == salts[2]
         assert len(set(salts)) == 3
 
-    play(tmp_path, engine, scenario)
 
-
-def test_ids_names_and_a_model_that_is_left_out(tmp_path: Path) -> None:
-    async def scenario(here: Running) -> None:
+async def test_ids_names_and_a_model_that_is_left_out(tmp_path: Path) -> None:
+    async with play(tmp_path, FakeEngine()) as here:
         assert (await complete(here, request_id="r-1"))["id"] == "cmpl-r-1"
         streamed = await here.http.post(
             "/v1/chat/completions",
@@ -394,10 +378,8 @@ def test_ids_names_and_a_model_that_is_left_out(tmp_path: Path) -> None:
         )
         assert {event["id"] for event in sse(streamed.text) if event != "[DONE]"} == {"chatcmpl-r-2"}
 
-    play(tmp_path, FakeEngine(), scenario)
 
-
-def test_special_tokens_of_the_tokenizer_are_added_as_asked(tmp_path: Path) -> None:
+async def test_special_tokens_of_the_tokenizer_are_added_as_asked(tmp_path: Path) -> None:
     from replica_fakes import byte_tokenizer
     from tokenizers.processors import TemplateProcessing
 
@@ -412,12 +394,10 @@ def test_special_tokens_of_the_tokenizer_are_added_as_asked(tmp_path: Path) -> N
 
     engine = FakeEngine()
 
-    async def scenario(here: Running) -> None:
+    async with play(tmp_path, engine, write) as here:
         for given, expected in ((None, 1), (True, 1), (False, 0)):
             await complete(here, add_special_tokens=given)
             assert engine.requests[-1].prompt.count(IM_START) == expected
         for given, expected in ((None, 2), (True, 3), (False, 2)):
             await say(here, add_special_tokens=given)
             assert engine.requests[-1].prompt.count(IM_START) == expected
-
-    play(tmp_path, engine, scenario, write)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
-from collections.abc import Awaitable, Callable
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -36,7 +35,6 @@ TOOLS: list[Any] = [
     {"type": "custom", "name": "stop", "input_schema": {"type": "object"}},
 ]
 RECORDS = {"logprobs": True, "return_token_ids": True}
-Scenario = Callable[..., Awaitable[None]]
 
 
 def an_engine(text: str = "hello ", *, tools: bool = False) -> FakeEngine:
@@ -48,22 +46,20 @@ def an_engine(text: str = "hello ", *, tools: bool = False) -> FakeEngine:
     return engine
 
 
-def play(
-    directory: Path, scenario: Scenario, make: Callable[[], FakeEngine] = an_engine, *, tools: bool = False,
+@asynccontextmanager
+async def play(
+    directory: Path, make: Callable[[], FakeEngine] = an_engine, *, tools: bool = False,
     replicas: int = 1,
-) -> None:  # fmt: skip
-    async def main() -> None:
-        async with AsyncExitStack() as stack:
-            made = []
-            for number in range(replicas):
-                (directory / str(number)).mkdir()
-                write = write_tool_model if tools else write_tokenizer
-                made.append(
-                    await stack.enter_async_context(running(directory / str(number), make(), write=write))
-                )
-            await scenario(*made)
-
-    asyncio.run(main())
+) -> AsyncIterator[Any]:  # fmt: skip
+    async with AsyncExitStack() as stack:
+        made = []
+        for number in range(replicas):
+            (directory / str(number)).mkdir()
+            write = write_tool_model if tools else write_tokenizer
+            made.append(
+                await stack.enter_async_context(running(directory / str(number), make(), write=write))
+            )
+        yield made[0] if replicas == 1 else made
 
 
 async def ask(here: Running, path: str = PATH, *, headers: Any = None, **fields: Any) -> httpx.Response:
@@ -209,18 +205,16 @@ def block(kind: str, role: str = "user", **more: Any) -> list[Any]:
         ({"midstream": {"x": 1}}, "midstream.x", "Extra inputs"),
     ],
 )  # fmt: skip
-def test_mistakes_are_refused_by_the_names_of_this_api(
+async def test_mistakes_are_refused_by_the_names_of_this_api(
     tmp_path: Path, fields: dict[str, Any], param: str, said: str
 ) -> None:
-    async def scenario(here: Running) -> None:
+    async with play(tmp_path, lambda: an_engine("a", tools=True), tools=True) as here:
         answer = await ask(here, **{"max_tokens": 2, **fields})
         body = answer.json()
         assert (answer.status_code, body["type"]) == (400, "error"), body
         assert body["error"]["type"] == "invalid_request_error"
         assert (body["error"]["param"], said in body["error"]["message"]) == (param, True), body
         assert here.engine.requests == []
-
-    play(tmp_path, scenario, lambda: an_engine("a", tools=True), tools=True)
 
 
 @pytest.mark.parametrize("keep", ["all", {"type": "all"}])
@@ -292,8 +286,8 @@ def test_a_message_is_named_by_its_place_in_the_request(at: int, place: str, par
     assert (error.message, str(error), error.param) == (*[f"{place}.content: too long"] * 2, param)
 
 
-def test_max_tokens_is_required_but_for_counting(tmp_path: Path) -> None:
-    async def scenario(here: Running) -> None:
+async def test_max_tokens_is_required_but_for_counting(tmp_path: Path) -> None:
+    async with play(tmp_path, lambda: an_engine("a", tools=True), tools=True) as here:
         answer = await ask(here)
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "max_tokens")
         fields: dict[str, Any] = {"system": "Be kind.", "tools": TOOLS, "tool_choice": {"type": "any"}}
@@ -307,14 +301,12 @@ def test_max_tokens_is_required_but_for_counting(tmp_path: Path) -> None:
         assert (wrong.status_code, wrong.json()["type"]) == (400, "error")
         assert len(here.engine.requests) == 1
 
-    play(tmp_path, scenario, lambda: an_engine("a", tools=True), tools=True)
-
 
 # Answers
 
 
-def test_a_plain_message_with_all_its_records(tmp_path: Path) -> None:
-    async def scenario(here: Running) -> None:
+async def test_a_plain_message_with_all_its_records(tmp_path: Path) -> None:
+    async with play(tmp_path) as here:
         more = {
             "include_routing_matrix": True,
             "return_sampling_mask": True,
@@ -354,11 +346,10 @@ def test_a_plain_message_with_all_its_records(tmp_path: Path) -> None:
         plain = (await ask(here, max_tokens=4)).json()["midstream"]
         assert set(plain) == {"snapshot", "snapshots"}
 
-    play(tmp_path, scenario)
 
+async def test_why_a_message_ended(tmp_path: Path) -> None:
+    async with play(tmp_path) as here:
 
-def test_why_a_message_ended(tmp_path: Path) -> None:
-    async def scenario(here: Running) -> None:
         async def ended(**fields: Any) -> tuple[str, str | None, str]:
             whole = (await ask(here, **fields)).json()
             *_, last, stop = events((await ask(here, stream=True, **fields)).text)
@@ -380,11 +371,9 @@ def test_why_a_message_ended(tmp_path: Path) -> None:
         assert named == ("stop_sequence", "<|im_start|>", "hey")
         assert (await ended(max_tokens=4000))[0] == "model_context_window_exceeded"
 
-    play(tmp_path, scenario)
 
-
-def test_a_stream_is_the_events_of_anthropics_api(tmp_path: Path) -> None:
-    async def scenario(here: Running) -> None:
+async def test_a_stream_is_the_events_of_anthropics_api(tmp_path: Path) -> None:
+    async with play(tmp_path) as here:
         found = events((await ask(here, max_tokens=3, stream=True)).text)
         start, begin, *deltas, end, last, stop = found
         message = start["message"]
@@ -402,11 +391,9 @@ def test_a_stream_is_the_events_of_anthropics_api(tmp_path: Path) -> None:
         assert (last["type"], last["delta"]["stop_reason"]) == ("message_delta", "max_tokens")
         assert stop == {"type": "message_stop"}
 
-    play(tmp_path, scenario)
 
-
-def test_no_record_of_a_stream_is_lost_where_a_token_shows_nothing(tmp_path: Path) -> None:
-    async def scenario(here: Running) -> None:
+async def test_no_record_of_a_stream_is_lost_where_a_token_shows_nothing(tmp_path: Path) -> None:
+    async with play(tmp_path, lambda: an_engine(CALLS, tools=True), tools=True) as here:
         fields: dict[str, Any] = {"max_tokens": 400, "tools": TOOLS, **RECORDS}
         found = events((await ask(here, stream=True, **fields)).text)
         whole = (await ask(here, **fields)).json()
@@ -421,12 +408,10 @@ def test_no_record_of_a_stream_is_lost_where_a_token_shows_nothing(tmp_path: Pat
         # A token before the first block, with an event of its own.
         assert [event["type"] for event in found[:2]] == ["message_start", "midstream_tokens"]
 
-    play(tmp_path, scenario, lambda: an_engine(CALLS, tools=True), tools=True)
-
 
 @pytest.mark.parametrize("text", [f"I look.\n{CALLS}", CALLS, f"{CALLS}\nso", "no call"])
-def test_blocks_of_text_and_of_calls_are_the_same_plain_and_streamed(tmp_path: Path, text: str) -> None:
-    async def scenario(here: Running) -> None:
+async def test_blocks_of_text_and_of_calls_are_the_same_plain_and_streamed(tmp_path: Path, text: str) -> None:
+    async with play(tmp_path, lambda: an_engine(text, tools=True), tools=True) as here:
         fields: dict[str, Any] = {"max_tokens": 400, "tools": TOOLS}
         whole = (await ask(here, **fields)).json()
         found = events((await ask(here, stream=True, **fields)).text)
@@ -451,8 +436,6 @@ def test_blocks_of_text_and_of_calls_are_the_same_plain_and_streamed(tmp_path: P
         assert whole["stop_reason"] == ("tool_use" if called else "end_turn")
         assert len(identified) == (2 if called else 0)
 
-    play(tmp_path, scenario, lambda: an_engine(text, tools=True), tools=True)
-
 
 # Streams that go on elsewhere
 
@@ -466,7 +449,7 @@ RESUMED: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", RESUMED)
-def test_after_any_write_the_rest_is_event_for_event_what_it_would_have_been(
+async def test_after_any_write_the_rest_is_event_for_event_what_it_would_have_been(
     tmp_path: Path, name: str
 ) -> None:
     text, fields = RESUMED[name]
@@ -494,7 +477,8 @@ def test_after_any_write_the_rest_is_event_for_event_what_it_would_have_been(
             assert without_times(found) == whole
 
     tools = "tools" in fields
-    play(tmp_path, scenario, lambda: an_engine(text, tools=tools), tools=tools, replicas=2)
+    async with play(tmp_path, lambda: an_engine(text, tools=tools), tools=tools, replicas=2) as here:
+        await scenario(here)
 
 
 def writes_of(text: str) -> list[str]:
@@ -511,10 +495,12 @@ def without_times(found: list[Any]) -> list[Any]:
 
 
 @pytest.mark.parametrize("resumed", [False, True])
-def test_a_stream_that_fails_ends_with_an_error_event_of_this_api(tmp_path: Path, resumed: bool) -> None:
+async def test_a_stream_that_fails_ends_with_an_error_event_of_this_api(
+    tmp_path: Path, resumed: bool
+) -> None:
     body = {"model": MODEL, "messages": USER, "stream": True, "max_tokens": 9}
 
-    async def scenario(here: Running, there: Running) -> None:
+    async with play(tmp_path, replicas=2) as (here, there):
         whole = await here.http.post(PATH, json=body, headers={HEADER_RESUMABLE: "1"})
         there.engine.fail_after = 5
         if resumed:
@@ -528,19 +514,15 @@ def test_a_stream_that_fails_ends_with_an_error_event_of_this_api(tmp_path: Path
         assert (last["error"]["type"], last["error"]["status_code"]) == ("api_error", 500)
         assert "out of pages" in last["error"]["message"]
 
-    play(tmp_path, scenario, replicas=2)
 
-
-def test_the_session_is_named_by_the_metadata(tmp_path: Path) -> None:
-    async def scenario(here: Running) -> None:
+async def test_the_session_is_named_by_the_metadata(tmp_path: Path) -> None:
+    async with play(tmp_path) as here:
         await ask(here, max_tokens=1, metadata={"user_id": "u"})
         await ask(here, max_tokens=1, metadata={"user_id": "u"}, prompt_cache_key="k")
         for key in ("u", "k"):
             stats = here.replica.sessions.one(("", key))
             assert stats is not None
             assert stats.turns == 1
-
-    play(tmp_path, scenario)
 
 
 def test_errors_have_anthropics_names() -> None:

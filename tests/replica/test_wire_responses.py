@@ -164,17 +164,15 @@ def part(kind: str, **more: Any) -> list[Any]:
         ({"input": "x" * 9000}, "input", "input"),
     ],
 )  # fmt: skip
-def test_mistakes_are_refused_by_the_names_of_this_api(
+async def test_mistakes_are_refused_by_the_names_of_this_api(
     tmp_path: Path, fields: dict[str, Any], param: str, said: str
 ) -> None:
-    async def scenario(here: Running) -> None:
+    async with play(tmp_path, lambda: an_engine("a", tools=True), tools=True) as here:
         answer = await ask(here, **fields)
         error = answer.json()["error"]
         assert (answer.status_code, error["type"]) == (400, "invalid_request_error"), error
         assert (error["param"], said in error["message"]) == (param, True), error
         assert here.engine.requests == []
-
-    play(tmp_path, scenario, lambda: an_engine("a", tools=True), tools=True)
 
 
 @pytest.mark.parametrize(
@@ -190,8 +188,8 @@ def test_a_message_is_named_by_its_place_in_the_request(at: int, place: str, par
 # Answers
 
 
-def test_a_plain_response_with_all_its_records(tmp_path: Path) -> None:
-    async def scenario(here: Running) -> None:
+async def test_a_plain_response_with_all_its_records(tmp_path: Path) -> None:
+    async with play(tmp_path) as here:
         more = {
             "include_routing_matrix": True,
             "return_sampling_mask": True,
@@ -229,11 +227,9 @@ def test_a_plain_response_with_all_its_records(tmp_path: Path) -> None:
         assert set(plain["midstream"]) == {"snapshot", "snapshots"}
         assert plain["output"][0]["content"][0]["logprobs"] == []
 
-    play(tmp_path, scenario)
 
-
-def test_a_stream_of_text_is_the_events_of_openais_api(tmp_path: Path) -> None:
-    async def scenario(here: Running) -> None:
+async def test_a_stream_of_text_is_the_events_of_openais_api(tmp_path: Path) -> None:
+    async with play(tmp_path) as here:
         fields: dict[str, Any] = {"max_output_tokens": 3, "include": INCLUDE, "instructions": "Be kind."}
         found = events((await ask(here, stream=True, **fields)).text)
         assert [event["sequence_number"] for event in found] == [*range(len(found))]
@@ -274,12 +270,10 @@ def test_a_stream_of_text_is_the_events_of_openais_api(tmp_path: Path) -> None:
             # An answer that says nothing is one.
             assert [part["text"] for item in response["output"] for part in item["content"]] == [""]
 
-    play(tmp_path, scenario)
-
 
 @pytest.mark.parametrize("text", [f"I look.\n{CALLS}", CALLS, f"{CALLS}\nso", "no call"])
-def test_items_are_the_same_plain_and_streamed(tmp_path: Path, text: str) -> None:
-    async def scenario(here: Running) -> None:
+async def test_items_are_the_same_plain_and_streamed(tmp_path: Path, text: str) -> None:
+    async with play(tmp_path, lambda: an_engine(text, tools=True), tools=True) as here:
         fields: dict[str, Any] = {"max_output_tokens": 400, "tools": TOOLS, **RECORDS}
         whole = (await ask(here, **fields)).json()
         found = events((await ask(here, stream=True, **fields)).text)
@@ -305,8 +299,6 @@ def test_items_are_the_same_plain_and_streamed(tmp_path: Path, text: str) -> Non
         (prompt,) = [e["response"]["midstream"]["prompt_token_ids"] for e in found[:1]]
         assert prompt == whole["midstream"]["prompt_token_ids"]
 
-    play(tmp_path, scenario, lambda: an_engine(text, tools=True), tools=True)
-
 
 # Streams that go on elsewhere
 
@@ -319,7 +311,7 @@ RESUMED: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", RESUMED)
-def test_after_any_write_the_rest_is_event_for_event_what_it_would_have_been(
+async def test_after_any_write_the_rest_is_event_for_event_what_it_would_have_been(
     tmp_path: Path, name: str
 ) -> None:
     text, fields = RESUMED[name]
@@ -350,7 +342,8 @@ def test_after_any_write_the_rest_is_event_for_event_what_it_would_have_been(
             assert kept is None if more else kept["output"] == whole[-1]["response"]["output"]
 
     tools = "tools" in fields
-    play(tmp_path, scenario, lambda: an_engine(text, tools=tools), tools=tools, replicas=2)
+    async with play(tmp_path, lambda: an_engine(text, tools=tools), tools=tools, replicas=2) as here:
+        await scenario(here)
 
 
 def objects(found: list[Any]) -> list[Any]:
@@ -368,30 +361,26 @@ def without_ends(found: list[Any]) -> list[Any]:
     return found
 
 
-def test_log_probabilities_that_the_end_repeats_make_a_stream_stay(tmp_path: Path) -> None:
-    async def scenario(here: Running) -> None:
+async def test_log_probabilities_that_the_end_repeats_make_a_stream_stay(tmp_path: Path) -> None:
+    async with play(tmp_path) as here:
         body = {"model": MODEL, "input": "a", "stream": True, "max_output_tokens": 2, "include": INCLUDE}
         answer = await here.http.post(PATH, json=body, headers={HEADER_RESUMABLE: "1"})
         assert HEADER_RESUMABLE not in answer.headers
 
-    play(tmp_path, scenario)
 
-
-def test_a_stream_that_fails_ends_with_an_error_event_of_this_api(tmp_path: Path) -> None:
-    async def scenario(here: Running) -> None:
+async def test_a_stream_that_fails_ends_with_an_error_event_of_this_api(tmp_path: Path) -> None:
+    async with play(tmp_path) as here:
         here.engine.fail_after = 2
         last = events((await ask(here, stream=True, max_output_tokens=9)).text)[-1]
         assert (last["type"], last["code"]) == ("error", "engine_error")
         assert "out of pages" in last["message"]
 
-    play(tmp_path, scenario)
-
 
 # Stored responses
 
 
-def test_a_response_is_kept_for_its_tenant_until_it_is_deleted(tmp_path: Path) -> None:
-    async def scenario(here: Running) -> None:
+async def test_a_response_is_kept_for_its_tenant_until_it_is_deleted(tmp_path: Path) -> None:
+    async with play(tmp_path) as here:
         for stream in (False, True):
             answer = await ask(here, max_output_tokens=2, stream=stream, headers={"x-midstream-tenant": "t"})
             made = events(answer.text)[-1]["response"] if stream else answer.json()
@@ -407,11 +396,9 @@ def test_a_response_is_kept_for_its_tenant_until_it_is_deleted(tmp_path: Path) -
         answer = await ask(here, max_output_tokens=2, store=False)
         assert await stored(here, answer.json()["id"]) is None
 
-    play(tmp_path, scenario)
 
-
-def test_a_missing_response_is_a_404_that_says_who_may_hold_it(tmp_path: Path) -> None:
-    async def scenario(here: Running) -> None:
+async def test_a_missing_response_is_a_404_that_says_who_may_hold_it(tmp_path: Path) -> None:
+    async with play(tmp_path) as here:
         for id, holder in {
             "resp_1_replica-7": "replica-7", "resp_1_replica-0": None, "resp_1": None, "x": None, "resp_1_a b": None,
         }.items():  # fmt: skip
@@ -421,18 +408,16 @@ def test_a_missing_response_is_a_404_that_says_who_may_hold_it(tmp_path: Path) -
             assert (error["type"], id in error["message"]) == ("not_found_error", True)
             assert answer.headers.get("x-midstream-held-by") == holder
 
-    play(tmp_path, scenario)
-
 
 @pytest.mark.parametrize("session", [{}, {"x-midstream-session": "s"}])
 @pytest.mark.parametrize("resent", [False, True])
-def test_the_next_turn_begins_with_the_very_tokens_of_the_last(
+async def test_the_next_turn_begins_with_the_very_tokens_of_the_last(
     tmp_path: Path, session: dict[str, str], resent: bool
 ) -> None:
     """As a tokenizer would not cut them: it has a token for "he"."""
     letters = tuple(b"hello ")
 
-    async def scenario(here: Running) -> None:
+    async with play(tmp_path) as here:
         here.engine.reply = letters
         items: list[Any] = [{"role": "user", "content": "he said"}]
         given: dict[str, Any] = {"input": items}
@@ -454,11 +439,9 @@ def test_the_next_turn_begins_with_the_very_tokens_of_the_last(
         listed = await stored(here, made["id"], "items")
         assert [item.get("role") for item in listed] == ["user", "assistant", "user", "assistant", "user"]
 
-    play(tmp_path, scenario)
 
-
-def test_a_thread_without_a_session_has_a_trace_as_long_as_it_is_stored(tmp_path: Path) -> None:
-    async def scenario(here: Running) -> None:
+async def test_a_thread_without_a_session_has_a_trace_as_long_as_it_is_stored(tmp_path: Path) -> None:
+    async with play(tmp_path) as here:
         first = (await ask(here, max_output_tokens=2)).json()["id"]
         second = (await ask(here, max_output_tokens=2, previous_response_id=first)).json()["id"]
         asked = {"tenant": "", "key": first}
@@ -473,11 +456,9 @@ def test_a_thread_without_a_session_has_a_trace_as_long_as_it_is_stored(tmp_path
             await stored(here, id, "delete")
         assert (here.replica.trees.size, here.replica.responses.size) == (0, 0)
 
-    play(tmp_path, scenario)
 
-
-def test_a_branch_is_said_in_the_first_event(tmp_path: Path) -> None:
-    async def scenario(here: Running) -> None:
+async def test_a_branch_is_said_in_the_first_event(tmp_path: Path) -> None:
+    async with play(tmp_path) as here:
         items = [
             {"role": "user", "content": "a"},
             {"role": "assistant", "content": "?"},
@@ -487,8 +468,6 @@ def test_a_branch_is_said_in_the_first_event(tmp_path: Path) -> None:
         found = events((await ask(here, input=items, stream=True, max_output_tokens=2, headers=headers)).text)
         assert found[0]["response"]["midstream"]["branch"] == {"why": "unknown", "messages": 0}
         assert sum("branch" in one for one in objects(found)) == 1
-
-    play(tmp_path, scenario)
 
 
 def test_stored_bytes_are_bounded_and_count_what_is_continued() -> None:

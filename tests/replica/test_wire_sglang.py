@@ -9,8 +9,8 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-from replica_fakes import HE, IM_END, FakeEngine, Running, ids, sse
-from test_replica_wire import play, refusal
+from replica_fakes import HE, IM_END, FakeEngine, Running, ids, running, sse
+from test_replica_wire import refusal
 from test_resume_pipeline import events as data_of
 
 from midstream.core.resumption import HEADER_RESUMABLE
@@ -28,8 +28,8 @@ async def generate(here: Running, sampling: Any = None, **fields: Any) -> httpx.
     return await here.http.post(PATH, json=body)
 
 
-def test_an_answer_has_text_ids_numbers_and_labels(tmp_path: Path) -> None:
-    async def scenario(here: Running) -> None:
+async def test_an_answer_has_text_ids_numbers_and_labels(tmp_path: Path) -> None:
+    async with running(tmp_path, FakeEngine()) as here:
         # As slime asks.
         sampling = {
             "temperature": 1.0, "top_p": 1.0, "top_k": -1, "stop": None, "stop_token_ids": None,
@@ -56,12 +56,10 @@ def test_an_answer_has_text_ids_numbers_and_labels(tmp_path: Path) -> None:
         assert default["meta_info"]["completion_tokens"] == 128 - len(PROMPT)
         assert here.engine.requests[-1].prompt == tuple(PROMPT)
 
-    play(tmp_path, FakeEngine(), scenario)
-
 
 @pytest.mark.parametrize("incremental", [False, True])
-def test_masks_come_with_the_log_probabilities_over_them(tmp_path: Path, incremental: bool) -> None:
-    async def scenario(here: Running) -> None:
+async def test_masks_come_with_the_log_probabilities_over_them(tmp_path: Path, incremental: bool) -> None:
+    async with running(tmp_path, FakeEngine()) as here:
         asked: dict[str, Any] = {"return_sampling_mask": True, "incremental_streaming_output": incremental}
         plain = (await generate(here, {"top_k": 5}, **asked)).json()["meta_info"]
         names = ("output_token_sampling_mask", "output_token_sampling_logprobs")
@@ -77,12 +75,10 @@ def test_masks_come_with_the_log_probabilities_over_them(tmp_path: Path, increme
         answer = await generate(here, {"top_p": 1.0}, return_sampling_mask=True)
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "return_sampling_mask")
 
-    play(tmp_path, FakeEngine(), scenario)
-
 
 @pytest.mark.parametrize("start", [0, 2, 3])
-def test_prompt_tokens_are_scored_from_where_the_request_says(tmp_path: Path, start: int) -> None:
-    async def scenario(here: Running) -> None:
+async def test_prompt_tokens_are_scored_from_where_the_request_says(tmp_path: Path, start: int) -> None:
+    async with running(tmp_path, FakeEngine()) as here:
         asked: dict[str, Any] = {"return_logprob": True, "logprob_start_len": start, "top_logprobs_num": 1}
         asked |= {"return_routed_experts": True, "routed_experts_start_len": 1}
         plain = (await generate(here, **asked)).json()
@@ -96,11 +92,9 @@ def test_prompt_tokens_are_scored_from_where_the_request_says(tmp_path: Path, st
             assert data.reshape(-1, 1, 2).tolist() == ROUTES[1:]
             assert meta["routed_experts_start_len"] == 1
 
-    play(tmp_path, FakeEngine(), scenario)
 
-
-def test_a_request_may_score_its_prompt_alone(tmp_path: Path) -> None:
-    async def scenario(here: Running) -> None:
+async def test_a_request_may_score_its_prompt_alone(tmp_path: Path) -> None:
+    async with running(tmp_path, FakeEngine()) as here:
         said = (await generate(here, {"max_new_tokens": 0}, return_logprob=True, logprob_start_len=0)).json()
         assert said["output_ids"] == []
         assert said["meta_info"]["input_token_logprobs"] == [
@@ -109,24 +103,20 @@ def test_a_request_may_score_its_prompt_alone(tmp_path: Path) -> None:
             [-2.0, 67, None],
         ]
 
-    play(tmp_path, FakeEngine(), scenario)
 
-
-def test_a_stream_that_scores_its_prompt_alone_tells_its_ids(tmp_path: Path) -> None:
-    async def scenario(here: Running) -> None:
+async def test_a_stream_that_scores_its_prompt_alone_tells_its_ids(tmp_path: Path) -> None:
+    async with running(tmp_path, FakeEngine()) as here:
         more = {"logprob_start_len": 0, "return_prompt_token_ids": True}
         answer = await generate(here, {"max_new_tokens": 0}, stream=True, return_logprob=True, **more)
         only, done = sse(answer.text)
         assert (only["output_ids"], only["prompt_token_ids"], done) == ([], [65, 66, 67], "[DONE]")
 
-    play(tmp_path, FakeEngine(), scenario)
 
-
-def test_a_batch_is_a_list_and_every_choice_has_its_id(tmp_path: Path) -> None:
+async def test_a_batch_is_a_list_and_every_choice_has_its_id(tmp_path: Path) -> None:
     engine = FakeEngine("hello")
     engine.replies = {1: (*ids("he"), IM_END)}
 
-    async def scenario(here: Running) -> None:
+    async with running(tmp_path, engine) as here:
         asked: dict[str, Any] = {
             "input_ids": [PROMPT, [68]],
             "rid": ["a", "b"],
@@ -152,11 +142,9 @@ def test_a_batch_is_a_list_and_every_choice_has_its_id(tmp_path: Path) -> None:
         two = (await generate(here, {"n": 2})).json()
         assert len(two) == 2
 
-    play(tmp_path, engine, scenario)
 
-
-def test_events_tell_all_so_far_or_what_is_new(tmp_path: Path) -> None:
-    async def scenario(here: Running) -> None:
+async def test_events_tell_all_so_far_or_what_is_new(tmp_path: Path) -> None:
+    async with running(tmp_path, FakeEngine("hello")) as here:
         body = {
             "input_ids": PROMPT,
             "sampling_params": {"max_new_tokens": 3},
@@ -179,13 +167,11 @@ def test_events_tell_all_so_far_or_what_is_new(tmp_path: Path) -> None:
                     assert [row[1] for row in rows] == event["output_ids"]
                     assert len(event["midstream"]["sampling_logprobs"]) == len(rows)
 
-    play(tmp_path, FakeEngine("hello"), scenario)
 
-
-def test_the_session_is_named_by_header_session_id_or_routing_key(tmp_path: Path) -> None:
+async def test_the_session_is_named_by_header_session_id_or_routing_key(tmp_path: Path) -> None:
     user = WIRES[PATH].user
 
-    async def scenario(here: Running) -> None:
+    async with running(tmp_path, FakeEngine()) as here:
         for body, headers, key in (
             ({"routing_key": "k"}, {}, "k"),
             ({"routing_key": "k", "session_id": "s"}, {}, "s"),
@@ -197,8 +183,6 @@ def test_the_session_is_named_by_header_session_id_or_routing_key(tmp_path: Path
             assert here.replica.sessions.holds(("", key))
             heads = {name.encode(): value.encode() for name, value in headers.items()}
             assert session_key(heads, request.content, user) == key
-
-    play(tmp_path, FakeEngine(), scenario)
 
 
 @pytest.mark.parametrize(
@@ -228,25 +212,23 @@ def test_the_session_is_named_by_header_session_id_or_routing_key(tmp_path: Path
         ({"returnlogprob": True}, "returnlogprob"),
     ],
 )  # fmt: skip
-def test_what_is_refused_is_named(tmp_path: Path, body: dict[str, Any], param: str) -> None:
-    async def scenario(here: Running) -> None:
+async def test_what_is_refused_is_named(tmp_path: Path, body: dict[str, Any], param: str) -> None:
+    async with running(tmp_path, FakeEngine()) as here:
         answer = await here.http.post(PATH, json={"input_ids": PROMPT, "sampling_params": {}, **body})
         status, message, named = refusal(answer)
         assert (status, named) == (400, param), message
         assert param in message
         assert not here.engine.requests
 
-    play(tmp_path, FakeEngine(), scenario)
-
 
 @pytest.mark.parametrize("path", [PATH, "/inference/v1/generate"])
-def test_more_ids_than_an_answer_lists_end_the_request_and_name_the_field(
+async def test_more_ids_than_an_answer_lists_end_the_request_and_name_the_field(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
     """A set that a filter hardly bounds has the whole vocabulary, of each token."""
     monkeypatch.setattr("midstream.replica.wire.tokenwires.LISTED_MAX", 2)
 
-    async def scenario(here: Running) -> None:
+    async with running(tmp_path, FakeEngine()) as here:
         if path == PATH:
             field, prompt = "return_sampling_mask", {"input_ids": PROMPT, "return_sampling_mask": True}
             body = prompt | {"sampling_params": {"top_k": 5, "max_new_tokens": 2}}
@@ -259,5 +241,3 @@ def test_more_ids_than_an_answer_lists_end_the_request_and_name_the_field(
         streamed = await here.http.post(path, json=body | {"stream": True})
         errors = [event["error"] for event in sse(streamed.text) if "error" in event]
         assert [error["param"] for error in errors] == [field]
-
-    play(tmp_path, FakeEngine(), scenario)

@@ -11,8 +11,8 @@ import httpx
 import msgspec
 import numpy as np
 import pytest
-from replica_fakes import HE, IM_END, MODEL, FakeEngine, Running, ids, sse
-from test_replica_wire import play, refusal
+from replica_fakes import HE, IM_END, MODEL, FakeEngine, Running, ids, running, sse
+from test_replica_wire import refusal
 
 from midstream.core.resumption import HEADER_RESUMABLE
 
@@ -31,8 +31,8 @@ def an_npy(text: str) -> np.ndarray:
     return np.load(io.BytesIO(base64.b64decode(text)), allow_pickle=False)
 
 
-def test_an_answer_has_ids_numbers_and_labels(tmp_path: Path) -> None:
-    async def scenario(here: Running) -> None:
+async def test_an_answer_has_ids_numbers_and_labels(tmp_path: Path) -> None:
+    async with running(tmp_path, FakeEngine()) as here:
         said = (await generate(here, {"logprobs": 1, "skip_special_tokens": False}, request_id="r")).json()
         assert (said["request_id"], said["output_mode"]) == ("generate-tokens-r", "tokens")
         assert said["model"] == f"{MODEL}@base"
@@ -54,18 +54,18 @@ def test_an_answer_has_ids_numbers_and_labels(tmp_path: Path) -> None:
         assert (request.prompt, request.prompt_records) == (tuple(PROMPT), 0)
         assert (await generate(here)).json()["choices"][0]["logprobs"] is None
 
-    play(tmp_path, FakeEngine(), scenario)
-
 
 @pytest.mark.parametrize("start", [0, 1, 2, 3])
 @pytest.mark.parametrize("experts", [8, 300])
-def test_routes_have_a_row_for_every_position_but_the_last(tmp_path: Path, start: int, experts: int) -> None:
+async def test_routes_have_a_row_for_every_position_but_the_last(
+    tmp_path: Path, start: int, experts: int
+) -> None:
     engine = FakeEngine(experts=experts)
     engine.info = msgspec.structs.replace(engine.info, top_k=1 if experts > 256 else 2)
     rows = np.asarray(ROUTES, np.uint8)[start:]
     expected = rows.view("<u2") if experts > 256 else rows
 
-    async def scenario(here: Running) -> None:
+    async with running(tmp_path, engine) as here:
         asked = {"return_routed_experts": True, "routed_experts_prompt_start": start}
         said = (await generate(here, asked)).json()
         found = an_npy(said["choices"][0]["routed_experts"])
@@ -86,11 +86,9 @@ def test_routes_have_a_row_for_every_position_but_the_last(tmp_path: Path, start
         assert told[:-1] == [None, None]
         assert an_npy(told[-1]).tolist() == expected.tolist()
 
-    play(tmp_path, engine, scenario)
 
-
-def test_masks_are_lists_of_ids_token_by_token(tmp_path: Path) -> None:
-    async def scenario(here: Running) -> None:
+async def test_masks_are_lists_of_ids_token_by_token(tmp_path: Path) -> None:
+    async with running(tmp_path, FakeEngine()) as here:
         asked = {"n": 2, "seed": 1, "top_p": 0.9, "return_sampling_mask": True}
         plain = (await generate(here, asked)).json()["choices"]
         # The prompt has three tokens.
@@ -102,11 +100,9 @@ def test_masks_are_lists_of_ids_token_by_token(tmp_path: Path) -> None:
             assert all(len(choice["sampling_mask"]) == len(choice["token_ids"]) for choice in told)
         assert "sampling_mask" not in (await generate(here)).text
 
-    play(tmp_path, FakeEngine(), scenario)
 
-
-def test_masks_of_the_whole_vocabulary_are_not_listed(tmp_path: Path) -> None:
-    async def scenario(here: Running) -> None:
+async def test_masks_of_the_whole_vocabulary_are_not_listed(tmp_path: Path) -> None:
+    async with running(tmp_path, FakeEngine()) as here:
         answer = await generate(here, {"top_p": 1.0, "top_k": -1, "return_sampling_mask": True})
         said = answer.json()["error"]
         assert (answer.status_code, said["param"]) == (400, "sampling_params.return_sampling_mask")
@@ -114,11 +110,9 @@ def test_masks_of_the_whole_vocabulary_are_not_listed(tmp_path: Path) -> None:
         greedy = await generate(here, {"temperature": 0, "return_sampling_mask": True})
         assert greedy.status_code == 200
 
-    play(tmp_path, FakeEngine(), scenario)
 
-
-def test_a_stream_tells_the_plain_answer_token_by_token(tmp_path: Path) -> None:
-    async def scenario(here: Running) -> None:
+async def test_a_stream_tells_the_plain_answer_token_by_token(tmp_path: Path) -> None:
+    async with running(tmp_path, FakeEngine()) as here:
         asked = {"logprobs": 0, "n": 2, "seed": 1, "include_routing_matrix": True}
         more = {"return_token_ids": True, "output_mode": "text"}
         plain = (await generate(here, asked, **more)).json()
@@ -145,14 +139,12 @@ def test_a_stream_tells_the_plain_answer_token_by_token(tmp_path: Path) -> None:
             assert choices[-1]["weight_versions"] == whole["weight_versions"]
             assert {choice["midstream"]["snapshot"] for choice in choices} == {"base"}
 
-    play(tmp_path, FakeEngine(), scenario)
 
-
-def test_a_prompt_can_be_scored_and_what_ended_a_choice_is_told(tmp_path: Path) -> None:
+async def test_a_prompt_can_be_scored_and_what_ended_a_choice_is_told(tmp_path: Path) -> None:
     engine = FakeEngine("hello")
     engine.replies = {1: (*ids("he"), IM_END)}
 
-    async def scenario(here: Running) -> None:
+    async with running(tmp_path, engine) as here:
         said = (await generate(here, {"prompt_logprobs": 1})).json()
         assert said["prompt_logprobs"][0] is None
         assert [set(scores) for scores in said["prompt_logprobs"][1:]] == [{"65", "66"}, {"65", "67"}]
@@ -167,8 +159,6 @@ def test_a_prompt_can_be_scored_and_what_ended_a_choice_is_told(tmp_path: Path) 
         engine.reply = ids("a")
         whole = (await here.http.post(PATH, json={"token_ids": PROMPT, "sampling_params": {}})).json()
         assert whole["usage"]["completion_tokens"] == 128 - len(PROMPT)
-
-    play(tmp_path, engine, scenario)
 
 
 @pytest.mark.parametrize(
@@ -199,8 +189,8 @@ def test_a_prompt_can_be_scored_and_what_ended_a_choice_is_told(tmp_path: Path) 
         ({"output_mode": "text", "sampling_params": {"detokenize": False}}, "output_mode"),
     ],
 )
-def test_what_is_refused_is_named(tmp_path: Path, body: dict[str, Any], param: str) -> None:
-    async def scenario(here: Running) -> None:
+async def test_what_is_refused_is_named(tmp_path: Path, body: dict[str, Any], param: str) -> None:
+    async with running(tmp_path, FakeEngine()) as here:
         status, message, named = refusal(
             await here.http.post(PATH, json={"token_ids": PROMPT, "sampling_params": {}, **body})
         )
@@ -208,15 +198,11 @@ def test_what_is_refused_is_named(tmp_path: Path, body: dict[str, Any], param: s
         assert param in message
         assert not here.engine.requests
 
-    play(tmp_path, FakeEngine(), scenario)
 
-
-def test_a_stream_that_ends_with_all_routes_cannot_go_on_elsewhere(tmp_path: Path) -> None:
-    async def scenario(here: Running) -> None:
+async def test_a_stream_that_ends_with_all_routes_cannot_go_on_elsewhere(tmp_path: Path) -> None:
+    async with running(tmp_path, FakeEngine()) as here:
         body = {"token_ids": PROMPT, "sampling_params": {"max_tokens": 2}, "stream": True}
         for routes, resumable in ((False, True), (True, False)):
             body["sampling_params"]["return_routed_experts"] = routes
             answer = await here.http.post(PATH, json=body, headers={HEADER_RESUMABLE: "1"})
             assert (HEADER_RESUMABLE in answer.headers) == resumable
-
-    play(tmp_path, FakeEngine(), scenario)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -152,20 +152,18 @@ SAMPLE: dict[str, Any] = {
 }
 
 
-def play(test: Callable[[Front], Awaitable[None]], **options: Any) -> None:
-    async def main() -> None:
-        front = Front(**options)
-        async with front.client:
-            await test(front)
-
-    asyncio.run(main())
+@asynccontextmanager
+async def play(**options: Any) -> AsyncIterator[Front]:
+    front = Front(**options)
+    async with front.client:
+        yield front
 
 
 # -- starting and sessions
 
 
-def test_what_an_sdk_asks_at_its_start() -> None:
-    async def test(front: Front) -> None:
+async def test_what_an_sdk_asks_at_its_start() -> None:
+    async with play() as front:
         config = (await front.post("client/config", {"sdk_version": "0.24.0"})).json()
         assert config["proto_write_fwdbwd"] is True
         assert config["fwd_via_fwdbwd"] is True
@@ -194,11 +192,9 @@ def test_what_an_sdk_asks_at_its_start() -> None:
         assert ended.status_code == 200
         assert front.played.calls[-1] == ("finish_session", None, session)
 
-    play(test)
 
-
-def test_a_client_can_leave_a_session_that_is_gone_and_stops_its_heartbeats() -> None:
-    async def test(front: Front) -> None:
+async def test_a_client_can_leave_a_session_that_is_gone_and_stops_its_heartbeats() -> None:
+    async with play() as front:
         assert (
             await front.post("sessions/session_0/finish", {"reason": {"type": "success"}})
         ).status_code == 200
@@ -206,11 +202,9 @@ def test_a_client_can_leave_a_session_that_is_gone_and_stops_its_heartbeats() ->
         assert beat.status_code == 410
         assert "session_0" in beat.json()["detail"]
 
-    play(test)
 
-
-def test_a_sampling_session_on_the_base_model_is_made_once_and_found() -> None:
-    async def test(front: Front) -> None:
+async def test_a_sampling_session_on_the_base_model_is_made_once_and_found() -> None:
+    async with play() as front:
         session = await front.session()
         body = {"session_id": session, "sampling_session_seq_id": 0, "base_model": "Org/Alias"}
         first, again = [(await front.post("create_sampling_session", body)).json() for _ in range(2)]
@@ -225,29 +219,23 @@ def test_a_sampling_session_on_the_base_model_is_made_once_and_found() -> None:
         assert (row.policy, row.snapshot) == ("exact", "base")
         assert (await front.get(f"samplers/{sampler}", headers=OTHER)).status_code == 404
 
-    play(test)
 
-
-def test_the_setting_lets_base_model_clients_sample_whatever_serves() -> None:
-    async def test(front: Front) -> None:
+async def test_the_setting_lets_base_model_clients_sample_whatever_serves() -> None:
+    async with play(base_policy="serving") as front:
         body = {"session_id": await front.session(), "sampling_session_seq_id": 0, "base_model": "tiny"}
         sampler = (await front.post("create_sampling_session", body)).json()["sampling_session_id"]
         row = front.store.sampling_session(serving.tenant_of(KEY), sampler)
         assert row is not None
         assert (row.policy, row.snapshot) == ("serving", None)
 
-    play(test, base_policy="serving")
 
-
-def test_a_sampling_session_on_saved_weights_is_the_training_ports() -> None:
-    async def test(front: Front) -> None:
+async def test_a_sampling_session_on_saved_weights_is_the_training_ports() -> None:
+    async with play() as front:
         path = "tinker://m/sampler_weights/final"
         body = {"session_id": await front.session(), "sampling_session_seq_id": 1, "model_path": path}
         sampler = (await front.post("create_sampling_session", body)).json()["sampling_session_id"]
         assert front.played.calls[-1][:2] == ("create_sampling_session", KEY)
         assert (await front.get(f"samplers/{sampler}")).json()["model_path"] == path
-
-    play(test)
 
 
 @pytest.mark.parametrize(
@@ -260,21 +248,21 @@ def test_a_sampling_session_on_saved_weights_is_the_training_ports() -> None:
         ({"base_model": "tiny", "draft_model": "x"}, 400, "draft_model"),
     ],
 )
-def test_a_sampling_session_that_cannot_be_is_refused(body: dict[str, Any], status: int, param: str) -> None:
-    async def test(front: Front) -> None:
+async def test_a_sampling_session_that_cannot_be_is_refused(
+    body: dict[str, Any], status: int, param: str
+) -> None:
+    async with play() as front:
         whole = {"session_id": await front.session(), "sampling_session_seq_id": 0} | body
         answered = await front.post("create_sampling_session", whole)
         assert (answered.status_code, answered.json()["param"]) == (status, param)
         assert len(answered.json()["detail"]) > 20
 
-    play(test)
-
 
 # -- futures
 
 
-def test_a_sample_is_submitted_held_and_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def test(front: Front) -> None:
+async def test_a_sample_is_submitted_held_and_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with play() as front:
         answered = (await front.post("asample", SAMPLE)).json()
         request_id = answered["request_id"]
         assert len(answered["sample_sequence_ids"]) == 2
@@ -297,33 +285,27 @@ def test_a_sample_is_submitted_held_and_fetched(monkeypatch: pytest.MonkeyPatch)
         # The first answer was lost.
         assert (await front.retrieve(request_id)).content == b"\x08\x01"
 
-    play(test)
 
-
-def test_an_unfinished_future_is_asked_for_again() -> None:
-    async def test(front: Front) -> None:
+async def test_an_unfinished_future_is_asked_for_again() -> None:
+    async with play(poll_s=0) as front:
         request_id = await front.sample()
         answered = await front.retrieve(request_id)
         assert answered.status_code == 408
         assert answered.json() == {"type": "try_again", "request_id": request_id, "queue_state": "active"}
         assert not front.played.submitted[0].fetched
 
-    play(test, poll_s=0)
 
-
-def test_an_error_is_told_as_the_sdk_reads_it() -> None:
-    async def test(front: Front) -> None:
+async def test_an_error_is_told_as_the_sdk_reads_it() -> None:
+    async with play() as front:
         request_id = await front.sample()
         front.played.submitted[0].fail("max_tokens is too large", "user")
         answered = await front.retrieve(request_id)
         assert answered.status_code == 200
         assert answered.json() == {"error": "max_tokens is too large", "category": "user"}
 
-    play(test)
 
-
-def test_unknown_ids_anothers_ids_and_cancelled_ones_are_gone() -> None:
-    async def test(front: Front) -> None:
+async def test_unknown_ids_anothers_ids_and_cancelled_ones_are_gone() -> None:
+    async with play() as front:
         request_id = await front.sample()
         assert (await front.retrieve(request_id, headers=OTHER)).status_code == 410
         assert (await front.retrieve("req_0")).status_code == 410
@@ -334,8 +316,6 @@ def test_unknown_ids_anothers_ids_and_cancelled_ones_are_gone() -> None:
         answered = await front.retrieve(request_id)
         assert answered.status_code == 410
         assert "cancelled" in answered.json()["detail"]
-
-    play(test)
 
 
 @pytest.mark.parametrize(
@@ -352,13 +332,15 @@ def test_unknown_ids_anothers_ids_and_cancelled_ones_are_gone() -> None:
         ("text/html", None),
     ],
 )
-def test_a_result_comes_in_the_form_that_the_client_accepts(accept: str | None, form: str | None) -> None:
+async def test_a_result_comes_in_the_form_that_the_client_accepts(
+    accept: str | None, form: str | None
+) -> None:
     result = SampleResult(
         sequences=(DrawnSequence(tokens=(7, 9), logprobs=(-0.5, -0.25), stopped=True),), cached_tokens=3
     )
     encoded = sample_response(result)
 
-    async def test(front: Front) -> None:
+    async with play() as front:
         request_id = await front.sample()
         front.played.submitted[0].resolve(encoded, PROTOBUF, as_json=sample_json, headers={"x-a": "b"})
         if accept is None:
@@ -379,21 +361,17 @@ def test_a_result_comes_in_the_form_that_the_client_accepts(accept: str | None, 
         else:
             assert answered.content == encoded
 
-    play(test)
 
-
-def test_errors_are_json_whatever_the_client_accepts() -> None:
-    async def test(front: Front) -> None:
+async def test_errors_are_json_whatever_the_client_accepts() -> None:
+    async with play() as front:
         request_id = await front.sample()
         front.played.submitted[0].fail("no such snapshot")
         answered = await front.retrieve(request_id, headers={"accept": "application/x-protobuf"})
         assert (answered.status_code, answered.json()["error"]) == (200, "no such snapshot")
 
-    play(test)
 
-
-def test_a_large_result_is_announced_first_if_the_client_takes_that() -> None:
-    async def test(front: Front) -> None:
+async def test_a_large_result_is_announced_first_if_the_client_takes_that() -> None:
+    async with play() as front:
         large = b"x" * (INLINE_BYTES + 1)
         request_id = await front.sample()
         front.played.submitted[0].resolve(large, PROTOBUF)
@@ -405,11 +383,9 @@ def test_a_large_result_is_announced_first_if_the_client_takes_that() -> None:
         front.played.submitted[1].resolve(large[1:], PROTOBUF)
         assert (await front.retrieve(other)).content == large[1:]
 
-    play(test)
 
-
-def test_a_client_that_leaves_its_poll_leaves_nothing_behind() -> None:
-    async def test(front: Front) -> None:
+async def test_a_client_that_leaves_its_poll_leaves_nothing_behind() -> None:
+    async with play(poll_s=3600) as front:
         request_id = await front.sample()
         sent: list[Any] = []
         body = b'{"request_id":"%s"}' % request_id.encode()
@@ -436,13 +412,11 @@ def test_a_client_that_leaves_its_poll_leaves_nothing_behind() -> None:
         front.played.submitted[0].resolve(b"x", PROTOBUF)
         assert (await front.retrieve(request_id)).content == b"x"
 
-    play(test, poll_s=3600)
 
-
-def test_a_result_that_cannot_be_told_is_an_error_and_never_asked_for_again_at_once(
+async def test_a_result_that_cannot_be_told_is_an_error_and_never_asked_for_again_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async def test(front: Front) -> None:
+    async with play() as front:
         request_id = await front.sample()
         front.played.submitted[0].resolve(b"x", PROTOBUF, headers={"x-midstream-snapshot": "schöß\r\nx: y"})
         told = await front.retrieve(request_id)
@@ -459,11 +433,10 @@ def test_a_result_that_cannot_be_told_is_an_error_and_never_asked_for_again_at_o
         assert failed.json()["category"] == "server"
         assert "secret" not in failed.text
 
-    play(test)
 
+async def test_a_poll_whose_body_cannot_be_read_is_no_500(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with play() as front:
 
-def test_a_poll_whose_body_cannot_be_read_is_no_500(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def test(front: Front) -> None:
         def decode(*_: Any) -> None:
             raise RuntimeError("a secret")
 
@@ -473,11 +446,9 @@ def test_a_poll_whose_body_cannot_be_read_is_no_500(monkeypatch: pytest.MonkeyPa
         assert failed.json()["category"] == "server"
         assert "secret" not in failed.text
 
-    play(test)
 
-
-def test_the_versions_of_a_request_are_told_beside_its_result() -> None:
-    async def test(front: Front) -> None:
+async def test_the_versions_of_a_request_are_told_beside_its_result() -> None:
+    async with play() as front:
         request_id = await front.sample()
         path = f"midstream/requests/{request_id}"
         assert (await front.get(path)).json() == {"request_id": request_id, "status": "pending"}
@@ -499,8 +470,6 @@ def test_the_versions_of_a_request_are_told_beside_its_result() -> None:
             "replica": "replica-0",
         }
 
-    play(test)
-
 
 # -- training
 
@@ -511,8 +480,8 @@ def forward_backward_body(**changes: Any) -> bytes:
     return bytes(message.SerializeToString())
 
 
-def test_training_requests_reach_their_port_with_the_callers_key() -> None:
-    async def test(front: Front) -> None:
+async def test_training_requests_reach_their_port_with_the_callers_key() -> None:
+    async with play() as front:
         bodies: dict[str, Any] = {
             "create_model": {
                 "session_id": "session_1",
@@ -549,13 +518,11 @@ def test_training_requests_reach_their_port_with_the_callers_key() -> None:
         assert created.lora_config.rank == 0
         assert front.played.calls[2][2].adam_params.learning_rate == 0.5
 
-    play(test)
 
-
-def test_a_line_break_behind_a_path_is_no_error_of_the_server() -> None:
+async def test_a_line_break_behind_a_path_is_no_error_of_the_server() -> None:
     """Starlette takes the path as the route's. What a request is for is not read from the path again."""
 
-    async def test(front: Front) -> None:
+    async with play() as front:
         step = {"model_id": "m", "seq_id": 2, "adam_params": {"learning_rate": 0.5}}
         answered = await front.post("optim_step%0A", step)
         assert answered.status_code == 200, answered.text
@@ -566,11 +533,9 @@ def test_a_line_break_behind_a_path_is_no_error_of_the_server() -> None:
         failed = (await front.retrieve(refused.json()["request_id"])).json()
         assert "a pass without gradients" in failed["error"]
 
-    play(test)
 
-
-def test_a_forward_backward_is_read_in_protobuf() -> None:
-    async def test(front: Front) -> None:
+async def test_a_forward_backward_is_read_in_protobuf() -> None:
+    async with play() as front:
         url, headers = "/api/v1/forward_backward", {"content-type": PROTOBUF}
         answered = await front.client.post(url, content=forward_backward_body(), headers=headers)
         assert answered.json()["model_id"] == "known"
@@ -579,12 +544,10 @@ def test_a_forward_backward_is_read_in_protobuf() -> None:
         assert isinstance(read, ForwardBackward)
         assert read.data[0].tokens == (1,)
 
-    play(test)
-
 
 @pytest.mark.parametrize("path", ["forward_backward", "forward"])
-def test_a_loss_in_json_is_read_as_sdk_0_18_sends_it(path: str) -> None:
-    async def test(front: Front) -> None:
+async def test_a_loss_in_json_is_read_as_sdk_0_18_sends_it(path: str) -> None:
+    async with play() as front:
         datum = {"model_input": {"chunks": [{"tokens": [1], "type": "encoded_text"}]}, "loss_fn_inputs": {}}
         given = {f"{path}_input": {"data": [datum], "loss_fn": "cross_entropy"}}
         answered = await front.post(path, {"model_id": "known", "seq_id": 1, **given})
@@ -597,12 +560,10 @@ def test_a_loss_in_json_is_read_as_sdk_0_18_sends_it(path: str) -> None:
         assert failed["category"] == "user"
         assert front.played.turns == [("known", 2)]
 
-    play(test)
-
 
 @pytest.mark.parametrize("in_json", [True, False])
-def test_a_pass_without_gradients_has_none_whatever_its_body_asks_for(in_json: bool) -> None:
-    async def test(front: Front) -> None:
+async def test_a_pass_without_gradients_has_none_whatever_its_body_asks_for(in_json: bool) -> None:
+    async with play() as front:
         datum = {"model_input": {"chunks": [{"tokens": [1], "type": "encoded_text"}]}, "loss_fn_inputs": {}}
         trains = {"forward_backward_input": {"data": [datum], "loss_fn": "cross_entropy"}}
         if in_json:
@@ -615,11 +576,9 @@ def test_a_pass_without_gradients_has_none_whatever_its_body_asks_for(in_json: b
         assert "a pass without gradients" in failed["error"]
         assert (front.played.turns, front.played.calls) == ([("known", 1)], [])
 
-    play(test)
 
-
-def test_a_refused_training_request_fails_in_its_turn() -> None:
-    async def test(front: Front) -> None:
+async def test_a_refused_training_request_fails_in_its_turn() -> None:
+    async with play() as front:
         message = messages.ForwardBackwardRequest(model_id="known", seq_id=7, loss_fn="ppo")
         headers = {"content-type": PROTOBUF}
         sent = message.SerializeToString()
@@ -634,11 +593,9 @@ def test_a_refused_training_request_fails_in_its_turn() -> None:
         )
         assert (nobody.status_code, nobody.json()["param"]) == (400, "adam_params.beta1")
 
-    play(test)
 
-
-def test_what_is_known_of_models_and_checkpoints() -> None:
-    async def test(front: Front) -> None:
+async def test_what_is_known_of_models_and_checkpoints() -> None:
+    async with play() as front:
         tenant = serving.tenant_of(KEY)
         session = await front.session()
         store = front.store
@@ -697,11 +654,9 @@ def test_what_is_known_of_models_and_checkpoints() -> None:
         assert (await front.get(f"training_runs/{model.id}", headers=OTHER)).status_code == 404
         assert (await front.get("training_runs?limit=-1")).json()["param"] == "limit"
 
-    play(test)
 
-
-def test_a_model_of_all_weights_can_be_made_again_by_the_oldest_sdk() -> None:
-    async def test(front: Front) -> None:
+async def test_a_model_of_all_weights_can_be_made_again_by_the_oldest_sdk() -> None:
+    async with play() as front:
         tenant = serving.tenant_of(KEY)
         model = front.store.create_model(
             tenant, await front.session(), 0, base_model="tiny", lora=LoraConfig(rank=0)
@@ -724,14 +679,12 @@ def test_a_model_of_all_weights_can_be_made_again_by_the_oldest_sdk() -> None:
         info = (await front.post("get_info", {"model_id": model.id})).json()
         assert info["is_lora"] is False
 
-    play(test)
-
 
 # -- who calls, and what goes wrong
 
 
-def test_configured_keys_are_asked_for_and_passed_on() -> None:
-    async def test(front: Front) -> None:
+async def test_configured_keys_are_asked_for_and_passed_on() -> None:
+    async with play(keys=(KEY,)) as front:
         for headers in (
             {"X-API-Key": ""},
             {"X-API-Key": "tml-wrong"},
@@ -747,8 +700,6 @@ def test_configured_keys_are_asked_for_and_passed_on() -> None:
         )
         assert [api_key for _, api_key, _ in front.played.calls] == [KEY, KEY]
         assert {future.tenant for future in front.played.submitted} == {serving.tenant_of(KEY)}
-
-    play(test, keys=(KEY,))
 
 
 TRAINING = {
@@ -766,8 +717,10 @@ SCOPED = {
 }
 
 
-def test_what_a_key_may_do_here_follows_from_its_scopes(caplog: pytest.LogCaptureFixture) -> None:
-    async def test(front: Front) -> None:
+async def test_what_a_key_may_do_here_follows_from_its_scopes(caplog: pytest.LogCaptureFixture) -> None:
+    async with play(
+        keys=tuple(KeySettings(key=key, scopes=scopes) for key, scopes in SCOPED.items())
+    ) as front:
         for method, path in sorted((one.method, one.path) for one in ENDPOINTS if one.need is not None):
             name = path.removeprefix("/api/v1/")
             served = {"tml-both", "tml-operate"}
@@ -790,24 +743,20 @@ def test_what_a_key_may_do_here_follows_from_its_scopes(caplog: pytest.LogCaptur
         tenant = serving.tenant_of("tml-sample")
         lacks = "this API key lacks the scope 'publish' on the deployment of the Tinker API"
         assert f"refused: tenant {tenant}, POST /api/v1/optim_step: {lacks}" in lines
-
-    play(test, keys=tuple(KeySettings(key=key, scopes=scopes) for key, scopes in SCOPED.items()))
     assert not any(key in caplog.text for key in SCOPED)
 
 
-def test_without_configured_keys_each_key_is_a_tenant() -> None:
-    async def test(front: Front) -> None:
+async def test_without_configured_keys_each_key_is_a_tenant() -> None:
+    async with play() as front:
         await front.post("asample", SAMPLE)
         await front.post("asample", SAMPLE, headers=OTHER)
         await front.post("asample", SAMPLE, headers={"X-API-Key": ""})
         assert len({future.tenant for future in front.played.submitted}) == 3
         assert [api_key for _, api_key, _ in front.played.calls] == [KEY, "tml-two", None]
 
-    play(test)
 
-
-def test_paths_that_are_not_there_say_so() -> None:
-    async def test(front: Front) -> None:
+async def test_paths_that_are_not_there_say_so() -> None:
+    async with play() as front:
         answered = await front.post("save_weights_external", {})
         assert answered.status_code == 404
         assert "POST /api/v1/save_weights_external is not part of" in answered.json()["detail"]
@@ -816,11 +765,9 @@ def test_paths_that_are_not_there_say_so() -> None:
         assert "GET /api/v1/asample" in answered.json()["detail"]
         assert (await front.get("samplers/a/")).status_code == 404
 
-    play(test)
 
-
-def test_a_body_beyond_the_limit_is_refused() -> None:
-    async def test(front: Front) -> None:
+async def test_a_body_beyond_the_limit_is_refused() -> None:
+    async with play() as front:
         notes = "x" * (1 << 20)
         answered = await front.post("create_session", {"tags": [], "user_metadata": {"notes": notes}})
         assert answered.status_code == 413
@@ -830,11 +777,10 @@ def test_a_body_beyond_the_limit_is_refused() -> None:
         packed = await front.post("asample", SAMPLE, headers={"content-encoding": "zstd"})
         assert (packed.status_code, packed.json()["param"]) == (400, "content-encoding")
 
-    play(test)
 
+async def test_a_failure_inside_is_a_sentence_too() -> None:
+    async with play() as front:
 
-def test_a_failure_inside_is_a_sentence_too() -> None:
-    async def test(front: Front) -> None:
         async def submit(*_: Any) -> Any:
             raise RuntimeError("a secret")
 
@@ -844,10 +790,8 @@ def test_a_failure_inside_is_a_sentence_too() -> None:
         assert "log" in answered.json()["detail"]
         assert "secret" not in answered.text
 
-    play(test)
 
-
-def test_what_is_too_old_goes_while_nobody_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_is_too_old_goes_while_nobody_asks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "EXPIRE_EVERY_S", 0.0)
 
     @asynccontextmanager
@@ -855,7 +799,7 @@ def test_what_is_too_old_goes_while_nobody_asks(monkeypatch: pytest.MonkeyPatch)
         async with front.app.router.lifespan_context(front.app):
             yield
 
-    async def test(front: Front) -> None:
+    async with play() as front:
         expired = asyncio.Event()
         monkeypatch.setattr(front.futures, "expire", lambda: None)
 
@@ -870,5 +814,3 @@ def test_what_is_too_old_goes_while_nobody_asks(monkeypatch: pytest.MonkeyPatch)
         async with running(front):
             await asyncio.wait_for(expired.wait(), 120)
         assert asyncio.all_tasks() == {asyncio.current_task()}
-
-    play(test)

@@ -111,11 +111,11 @@ def proto(body: bytes) -> dict[str, Any]:
     return {"content": body, "headers": {"content-type": PROTOBUF}}
 
 
-def test_a_training_request_is_read_beside_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_training_request_is_read_beside_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     """A small one too: its sparse tensors may be large."""
     walked, read = Threads(monkeypatch, codec, "fields"), Threads(monkeypatch, codec, "read_request")
 
-    async def test(front: Front) -> None:
+    async with play() as front:
         url = "/api/v1/forward_backward"
         assert (await front.client.post(url, **proto(datums(1)))).json()["model_id"] == "known"
         assert walked.beside()
@@ -130,10 +130,8 @@ def test_a_training_request_is_read_beside_the_loop(monkeypatch: pytest.MonkeyPa
         )
         assert walked.beside()
 
-    play(test)
 
-
-def test_the_routes_of_one_long_datum_are_taken() -> None:
+async def test_the_routes_of_one_long_datum_are_taken() -> None:
     """12,000 tokens through 48 layers of 8 experts, as 64-bit integers."""
     body = datums(1, values=12_000 * 48 * 8 * 2)
 
@@ -142,11 +140,14 @@ def test_the_routes_of_one_long_datum_are_taken() -> None:
         assert (answer.status_code, answer.json()["model_id"]) == (200, "known")
 
     assert len(body) > 36_000_000
-    play(test)
+    async with play() as front:
+        await test(front)
 
 
 @pytest.mark.parametrize("path", ["asample", "create_session", "forward_backward"])
-def test_a_large_body_in_json_is_read_beside_the_loop(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_large_body_in_json_is_read_beside_the_loop(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     read = Threads(monkeypatch, types, "refuse_unknown")
     tokens = list(range(20_000))
     chunks = {"chunks": [{"type": "encoded_text", "tokens": tokens}]}
@@ -161,12 +162,10 @@ def test_a_large_body_in_json_is_read_beside_the_loop(path: str, monkeypatch: py
         },
     }
 
-    async def test(front: Front) -> None:
+    async with play() as front:
         answered = await front.post(path, bodies[path])
         assert answered.status_code == 200, answered.text
         assert read.beside()
-
-    play(test)
 
 
 def test_a_small_request_that_overtakes_a_large_one_still_waits_for_its_turn(

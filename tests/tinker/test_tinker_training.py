@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -24,15 +25,12 @@ from midstream_tinker.types import (
 from midstream_tinker.weights import parse_uri
 
 KEY = "tml-key"
-Scene = Callable[[World], Awaitable[None]]
 
 
-def play(root: Path, scene: Scene, **options: float) -> None:
-    async def run() -> None:
-        async with world(root, **options) as at:
-            await scene(at)
-
-    asyncio.run(run())
+@asynccontextmanager
+async def play(root: Path, **options: float) -> AsyncIterator[World]:
+    async with world(root, **options) as at:
+        yield at
 
 
 async def save(at: World, model: str, seq_id: int, name: str, *, overwrite: bool = False) -> str:
@@ -63,8 +61,8 @@ async def restore(at: World, seq: int, path: str) -> str:
 # -- order
 
 
-def test_requests_are_carried_out_in_seq_order_whatever_the_order_of_arrival(tmp_path: Path) -> None:
-    async def scene(at: World) -> None:
+async def test_requests_are_carried_out_in_seq_order_whatever_the_order_of_arrival(tmp_path: Path) -> None:
+    async with play(tmp_path) as at:
         model = await at.model()
         requests = [await at.step(model, 4, 0.4), await at.loss(model, 3), await at.step(model, 2, 0.2)]
         requests.append(await at.loss(model, 1))
@@ -72,11 +70,9 @@ def test_requests_are_carried_out_in_seq_order_whatever_the_order_of_arrival(tmp
             assert (await at.ended(request)).outcome is not None
         assert at.trainer.weights[model] == ["loss 1", "step 0.2", "loss 3", "step 0.4"]
 
-    play(tmp_path, scene)
 
-
-def test_a_repeated_submission_is_the_same_request_and_another_body_is_refused(tmp_path: Path) -> None:
-    async def scene(at: World) -> None:
+async def test_a_repeated_submission_is_the_same_request_and_another_body_is_refused(tmp_path: Path) -> None:
+    async with play(tmp_path) as at:
         model = await at.model()
         first = await at.step(model, 1)
         assert await at.step(model, 1) == first
@@ -92,11 +88,9 @@ def test_a_repeated_submission_is_the_same_request_and_another_body_is_refused(t
         await at.ended(made)
         assert at.trainer.weights[model] == ["step 0.1", "loss 2"]
 
-    play(tmp_path, scene)
 
-
-def test_create_model_is_idempotent_and_a_session_number_stands_for_one_model(tmp_path: Path) -> None:
-    async def scene(at: World) -> None:
+async def test_create_model_is_idempotent_and_a_session_number_stands_for_one_model(tmp_path: Path) -> None:
+    async with play(tmp_path) as at:
         body = create(at.new_session(), 0, 8)
         first = await at.training.submit(TENANT, KEY, body)
         assert await at.training.submit(TENANT, KEY, body) == first
@@ -106,11 +100,9 @@ def test_create_model_is_idempotent_and_a_session_number_stands_for_one_model(tm
         assert refused.value.status == 400
         assert [type(said) for said in at.trainer.said] == [m.CreateModel]
 
-    play(tmp_path, scene)
 
-
-def test_a_request_that_fails_or_is_refused_holds_up_nobody(tmp_path: Path) -> None:
-    async def scene(at: World) -> None:
+async def test_a_request_that_fails_or_is_refused_holds_up_nobody(tmp_path: Path) -> None:
+    async with play(tmp_path) as at:
         model = await at.model()
         failed = await at.loss(model, 1, "nonsense")
         error = TinkerRefusal(400, "the field data is not supported here", "data")
@@ -125,22 +117,18 @@ def test_a_request_that_fails_or_is_refused_holds_up_nobody(tmp_path: Path) -> N
         assert "'dimuon'" in (await at.error(unknown))[0]
         assert (await at.result(last))["metrics"] == {"grad_norm:mean": 2.0}
 
-    play(tmp_path, scene)
 
-
-def test_a_refusal_for_nobody_knows_whose_model_takes_no_turn(tmp_path: Path) -> None:
-    async def scene(at: World) -> None:
+async def test_a_refusal_for_nobody_knows_whose_model_takes_no_turn(tmp_path: Path) -> None:
+    async with play(tmp_path) as at:
         model = await at.model()
         error = TinkerRefusal(400, "no")
         assert at.training.refuse("somebody else", model, 1, error) is None
         assert at.training.refuse(TENANT, "session_00:train:9", 1, error) is None
         assert (await at.result(await at.step(model, 1)))["metrics"]
 
-    play(tmp_path, scene)
 
-
-def test_models_take_turns(tmp_path: Path) -> None:
-    async def scene(at: World) -> None:
+async def test_models_take_turns(tmp_path: Path) -> None:
+    async with play(tmp_path) as at:
         one, other = await at.model(0), await at.model(1)
         held = asyncio.Event()
         at.trainer.before = lambda command: held.wait()
@@ -153,11 +141,9 @@ def test_models_take_turns(tmp_path: Path) -> None:
         steps = [said.model_id for said in at.trainer.said if isinstance(said, m.OptimStep)]
         assert steps == [one, other] * 4
 
-    play(tmp_path, scene)
 
-
-def test_training_goes_on_while_weights_are_on_their_way_to_the_replicas(tmp_path: Path) -> None:
-    async def scene(at: World) -> None:
+async def test_training_goes_on_while_weights_are_on_their_way_to_the_replicas(tmp_path: Path) -> None:
+    async with play(tmp_path) as at:
         model = await at.model()
         at.publish.gate = asyncio.Event()
         first = await save_ephemeral(at, model, 1, 0)
@@ -175,13 +161,11 @@ def test_training_goes_on_while_weights_are_on_their_way_to_the_replicas(tmp_pat
         assert at.publish.serving == [(f"{run}-1", KEY), (f"{run}-3", KEY)]
         assert list(at.places.exports.iterdir()) == []
 
-    play(tmp_path, scene)
-
 
 # -- what belongs to whom, and what is not there
 
 
-def test_what_is_unknown_or_belongs_to_another_key_is_a_404(tmp_path: Path) -> None:
+async def test_what_is_unknown_or_belongs_to_another_key_is_a_404(tmp_path: Path) -> None:
     async def scene(at: World) -> None:
         model = await at.model()
         path = str((await at.result(await save(at, model, 1, "mine")))["path"])
@@ -206,10 +190,11 @@ def test_what_is_unknown_or_belongs_to_another_key_is_a_404(tmp_path: Path) -> N
         body = LoadWeightsBody(session_id=session, model_seq_id=0, path=path)
         return await at.training.submit(tenant, KEY, body)
 
-    play(tmp_path, scene)
+    async with play(tmp_path) as at:
+        await scene(at)
 
 
-def test_another_base_model_or_optimizer_is_refused_with_what_there_is(tmp_path: Path) -> None:
+async def test_another_base_model_or_optimizer_is_refused_with_what_there_is(tmp_path: Path) -> None:
     async def scene(at: World) -> None:
         body = create(at.new_session())
         for field, value in (("base_model", "gpt-2"), ("optimizer_config", OptimizerConfig(type="dimuon"))):
@@ -223,36 +208,33 @@ def test_another_base_model_or_optimizer_is_refused_with_what_there_is(tmp_path:
 
         return msgspec.structs.replace(body, **{field: value})  # type: ignore[type-var]
 
-    play(tmp_path, scene)
+    async with play(tmp_path) as at:
+        await scene(at)
 
 
-def test_a_request_without_seq_id_is_refused(tmp_path: Path) -> None:
-    async def scene(at: World) -> None:
+async def test_a_request_without_seq_id_is_refused(tmp_path: Path) -> None:
+    async with play(tmp_path) as at:
         model = await at.model()
         for seq_id in (None, 0):
             with pytest.raises(TinkerRefusal) as refused:
                 await at.training.submit(TENANT, KEY, optim(model, seq_id))
             assert (refused.value.status, refused.value.param) == (400, "seq_id")
 
-    play(tmp_path, scene)
-
 
 # -- saved weights
 
 
-def test_a_loss_result_is_protobuf(tmp_path: Path) -> None:
-    async def scene(at: World) -> None:
+async def test_a_loss_result_is_protobuf(tmp_path: Path) -> None:
+    async with play(tmp_path) as at:
         model = await at.model()
         outcome = (await at.ended(await at.loss(model, 1))).outcome
         assert outcome is not None
         assert outcome.media_type == PROTOBUF
         assert b"loss:sum" in outcome.body
 
-    play(tmp_path, scene)
 
-
-def test_a_state_and_sampler_weights_of_one_name_are_two_checkpoints(tmp_path: Path) -> None:
-    async def scene(at: World) -> None:
+async def test_a_state_and_sampler_weights_of_one_name_are_two_checkpoints(tmp_path: Path) -> None:
+    async with play(tmp_path) as at:
         model = await at.model(rank=4)
         await at.step(model, 1)
         state, sampler = await save(at, model, 2, "final"), await save_for_sampler(at, model, 3, "final")
@@ -270,11 +252,9 @@ def test_a_state_and_sampler_weights_of_one_name_are_two_checkpoints(tmp_path: P
         with pytest.raises(TinkerRefusal, match="for sampling"):
             at.training.weights_info(TENANT, paths[1])
 
-    play(tmp_path, scene)
 
-
-def test_a_state_that_could_not_be_written_is_no_checkpoint(tmp_path: Path) -> None:
-    async def scene(at: World) -> None:
+async def test_a_state_that_could_not_be_written_is_no_checkpoint(tmp_path: Path) -> None:
+    async with play(tmp_path) as at:
         model = await at.model()
 
         def refuse(command: object) -> None:
@@ -285,11 +265,9 @@ def test_a_state_that_could_not_be_written_is_no_checkpoint(tmp_path: Path) -> N
         assert await at.error(await save(at, model, 1, "a")) == ("the disk is full", "server")
         assert at.store.checkpoints(TENANT, model) == []
 
-    play(tmp_path, scene)
 
-
-def test_a_name_is_not_used_twice_unless_overwriting_is_asked_for(tmp_path: Path) -> None:
-    async def scene(at: World) -> None:
+async def test_a_name_is_not_used_twice_unless_overwriting_is_asked_for(tmp_path: Path) -> None:
+    async with play(tmp_path) as at:
         model = await at.model()
         path = str((await at.result(await save(at, model, 1, "a")))["path"])
         await at.step(model, 2)
@@ -304,23 +282,19 @@ def test_a_name_is_not_used_twice_unless_overwriting_is_asked_for(tmp_path: Path
         await at.result(await save_for_sampler(at, model, 7, "a"))
         assert "is there already" in (await at.error(await save_for_sampler(at, model, 8, "a")))[0]
 
-    play(tmp_path, scene)
-
 
 @pytest.mark.parametrize("name", ["../../escape", "a/b", "", ".", "..", "x" * 200, "a\x00b"])
-def test_a_bad_name_fails_its_request_and_writes_nothing(tmp_path: Path, name: str) -> None:
-    async def scene(at: World) -> None:
+async def test_a_bad_name_fails_its_request_and_writes_nothing(tmp_path: Path, name: str) -> None:
+    async with play(tmp_path) as at:
         model = await at.model()
         assert (await at.error(await save(at, model, 1, name)))[1] == "user"
         assert (await at.error(await save_for_sampler(at, model, 2, name)))[1] == "user"
         assert not any(isinstance(said, m.SaveState | m.ExportWeights) for said in at.trainer.said)
         assert at.publish.bucket == {}
 
-    play(tmp_path, scene)
 
-
-def test_a_model_is_made_of_a_saved_state(tmp_path: Path) -> None:
-    async def scene(at: World) -> None:
+async def test_a_model_is_made_of_a_saved_state(tmp_path: Path) -> None:
+    async with play(tmp_path) as at:
         model = await at.model(rank=4)
         await at.step(model, 1)
         path = str((await at.result(await save(at, model, 2, "s")))["path"])
@@ -338,11 +312,9 @@ def test_a_model_is_made_of_a_saved_state(tmp_path: Path) -> None:
         assert at.trainer.weights[row.id] == ["step 0.1", "step 0.3"]
         assert at.trainer.weights[model] == ["step 0.1"]
 
-    play(tmp_path, scene)
 
-
-def test_a_state_of_another_shape_does_not_go_into_a_model_even_if_that_is_lost(tmp_path: Path) -> None:
-    async def scene(at: World) -> None:
+async def test_a_state_of_another_shape_does_not_go_into_a_model_even_if_that_is_lost(tmp_path: Path) -> None:
+    async with play(tmp_path) as at:
         model, other = await at.model(0, rank=4), await at.model(1, rank=0)
         path = str((await at.result(await save(at, model, 1, "s")))["path"])
         message, category = await at.error(await load(at, other, 1, path))
@@ -354,11 +326,9 @@ def test_a_state_of_another_shape_does_not_go_into_a_model_even_if_that_is_lost(
         await at.result(await load(at, model, 2, path))
         assert list(at.trainer.weights) == [model]
 
-    play(tmp_path, scene)
 
-
-def test_a_deleted_state_is_gone_with_its_files(tmp_path: Path) -> None:
-    async def scene(at: World) -> None:
+async def test_a_deleted_state_is_gone_with_its_files(tmp_path: Path) -> None:
+    async with play(tmp_path) as at:
         model = await at.model()
         path = str((await at.result(await save(at, model, 1, "s")))["path"])
         await at.training.delete_checkpoint(TENANT, path)
@@ -367,13 +337,11 @@ def test_a_deleted_state_is_gone_with_its_files(tmp_path: Path) -> None:
         with pytest.raises(TinkerRefusal):
             await restore(at, 1, path)
 
-    play(tmp_path, scene)
 
-
-def test_a_name_that_is_used_again_while_its_old_state_is_deleted_keeps_the_new_one(
+async def test_a_name_that_is_used_again_while_its_old_state_is_deleted_keeps_the_new_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def scene(at: World) -> None:
+    async with play(tmp_path) as at:
         model = await at.model()
         path = str((await at.result(await save(at, model, 1, "s")))["path"])
         await at.step(model, 2)
@@ -390,11 +358,9 @@ def test_a_name_that_is_used_again_while_its_old_state_is_deleted_keeps_the_new_
         assert (directory / "state.json").read_text() == '["step 0.1"]'
         assert [place.name for place in directory.parent.iterdir()] == ["s"]
 
-    play(tmp_path, scene)
 
-
-def test_what_a_trainer_that_died_left_half_written_is_removed(tmp_path: Path) -> None:
-    async def scene(at: World) -> None:
+async def test_what_a_trainer_that_died_left_half_written_is_removed(tmp_path: Path) -> None:
+    async with play(tmp_path) as at:
         model = await at.model()
         await at.result(await save(at, model, 1, "s"))
 
@@ -414,20 +380,16 @@ def test_what_a_trainer_that_died_left_half_written_is_removed(tmp_path: Path) -
         at.trainer.before = die
         await at.error(await save(at, model, 4, "t"))
 
-    play(tmp_path, scene)
-
-    async def anew(at: World) -> None:
+    async with play(tmp_path):
         states = [place.name for place in (tmp_path / "tinker").glob("checkpoints/*/*/*")]
         assert states == ["s"]
-
-    play(tmp_path, anew)
 
 
 # -- sampling sessions
 
 
-def test_ephemeral_weights_become_a_sampling_session_of_their_run(tmp_path: Path) -> None:
-    async def scene(at: World) -> None:
+async def test_ephemeral_weights_become_a_sampling_session_of_their_run(tmp_path: Path) -> None:
+    async with play(tmp_path) as at:
         model = await at.model()
         request = await save_ephemeral(at, model, 1, 4)
         session = at.store.sampling_session(TENANT, (await at.result(request))["sampling_session_id"])
@@ -436,11 +398,11 @@ def test_ephemeral_weights_become_a_sampling_session_of_their_run(tmp_path: Path
         assert (session.policy, session.snapshot, session.run, session.seq) == ("run", f"{run}-1", run, 4)
         assert session.base_model == BASE
 
-    play(tmp_path, scene)
 
-
-def test_a_sampling_session_never_stands_for_other_weights_than_were_saved_for_it(tmp_path: Path) -> None:
-    async def scene(at: World) -> None:
+async def test_a_sampling_session_never_stands_for_other_weights_than_were_saved_for_it(
+    tmp_path: Path,
+) -> None:
+    async with play(tmp_path) as at:
         mine, other = await at.model(), await at.model(1)
         await at.result(await save_ephemeral(at, mine, 1, 4))
         for model, seq_id in ((other, 1), (mine, 2)):
@@ -448,11 +410,9 @@ def test_a_sampling_session_never_stands_for_other_weights_than_were_saved_for_i
             assert "sampling_session_seq_id 4 was used before" in message
             assert category == "user"
 
-    play(tmp_path, scene)
 
-
-def test_a_sampling_session_on_saved_weights_serves_them_first_and_once(tmp_path: Path) -> None:
-    async def scene(at: World) -> None:
+async def test_a_sampling_session_on_saved_weights_serves_them_first_and_once(tmp_path: Path) -> None:
+    async with play(tmp_path) as at:
         model = await at.model()
         path = str((await at.result(await save_for_sampler(at, model, 1, "best")))["path"])
         body = CreateSamplingSessionBody(session_id=at.session, sampling_session_seq_id=2, model_path=path)
@@ -462,11 +422,9 @@ def test_a_sampling_session_on_saved_weights_serves_them_first_and_once(tmp_path
         assert at.publish.serving == [(made.snapshot, "tml-other")]
         assert list(at.publish.bucket) == [made.snapshot]
 
-    play(tmp_path, scene)
 
-
-def test_asking_again_while_weights_load_does_not_put_them_over_what_came_after(tmp_path: Path) -> None:
-    async def scene(at: World) -> None:
+async def test_asking_again_while_weights_load_does_not_put_them_over_what_came_after(tmp_path: Path) -> None:
+    async with play(tmp_path) as at:
         model = await at.model()
         path = str((await at.result(await save_for_sampler(at, model, 1, "best")))["path"])
         body = CreateSamplingSessionBody(session_id=at.session, sampling_session_seq_id=2, model_path=path)
@@ -493,12 +451,12 @@ def test_asking_again_while_weights_load_does_not_put_them_over_what_came_after(
         assert len(at.publish.serving) == 2
         assert at.publish.serving[-1][0].endswith("-2")
 
-    play(tmp_path, scene)
-
 
 @pytest.mark.parametrize(("category", "status"), [("user", 400), ("server", 503), ("unknown", 422)])
-def test_weights_that_cannot_be_served_make_no_session(tmp_path: Path, category: str, status: int) -> None:
-    async def scene(at: World) -> None:
+async def test_weights_that_cannot_be_served_make_no_session(
+    tmp_path: Path, category: str, status: int
+) -> None:
+    async with play(tmp_path) as at:
         model = await at.model()
         path = str((await at.result(await save_for_sampler(at, model, 1, "best")))["path"])
         at.publish.failure = WorkFailed("replica-0 could not load it: NaN", category)  # type: ignore[arg-type]
@@ -512,11 +470,9 @@ def test_weights_that_cannot_be_served_make_no_session(tmp_path: Path, category:
         at.publish.failure = None
         assert (await at.result(await save_ephemeral(at, model, 3, 1)))["sampling_session_id"]
 
-    play(tmp_path, scene)
 
-
-def test_a_state_cannot_be_sampled(tmp_path: Path) -> None:
-    async def scene(at: World) -> None:
+async def test_a_state_cannot_be_sampled(tmp_path: Path) -> None:
+    async with play(tmp_path) as at:
         model = await at.model()
         path = str((await at.result(await save(at, model, 1, "s")))["path"])
         body = CreateSamplingSessionBody(session_id=at.session, sampling_session_seq_id=0, model_path=path)
@@ -525,14 +481,14 @@ def test_a_state_cannot_be_sampled(tmp_path: Path) -> None:
         assert (refused.value.status, refused.value.param) == (400, "model_path")
         assert at.publish.serving == []
 
-    play(tmp_path, scene)
-
 
 # -- the trainer process, and room in it
 
 
-def test_when_the_trainer_dies_its_models_are_lost_and_say_so_until_they_are_loaded(tmp_path: Path) -> None:
-    async def scene(at: World) -> None:
+async def test_when_the_trainer_dies_its_models_are_lost_and_say_so_until_they_are_loaded(
+    tmp_path: Path,
+) -> None:
+    async with play(tmp_path) as at:
         model, other = await at.model(0), await at.model(1)
         await at.step(model, 1)
         path = str((await at.result(await save(at, model, 2, "s")))["path"])
@@ -556,11 +512,10 @@ def test_when_the_trainer_dies_its_models_are_lost_and_say_so_until_they_are_loa
         assert "killed" in (await at.error(await at.step(other, 2)))[0]
         assert at.trainer.starts == 2
 
-    play(tmp_path, scene)
 
+async def test_what_follows_a_model_that_no_trainer_could_be_started_for_says_so(tmp_path: Path) -> None:
+    async with play(tmp_path) as at:
 
-def test_what_follows_a_model_that_no_trainer_could_be_started_for_says_so(tmp_path: Path) -> None:
-    async def scene(at: World) -> None:
         async def refused() -> None:
             raise WorkFailed("the model cannot be trained: no memory", "server")
 
@@ -571,10 +526,8 @@ def test_what_follows_a_model_that_no_trainer_could_be_started_for_says_so(tmp_p
         assert "no memory" in (await at.error(made))[0]
         assert "could not be made (the model cannot be trained: no memory)" in message
 
-    play(tmp_path, scene)
 
-
-def test_after_a_restart_checkpoints_are_there_and_models_can_be_loaded(tmp_path: Path) -> None:
+async def test_after_a_restart_checkpoints_are_there_and_models_can_be_loaded(tmp_path: Path) -> None:
     session = model = path = sampler = ""
 
     async def before(at: World) -> None:
@@ -596,12 +549,14 @@ def test_after_a_restart_checkpoints_are_there_and_models_can_be_loaded(tmp_path
         assert at.trainer.weights == {model: ["step 0.1", "step 0.2"], restored: ["step 0.1"]}
         assert [row.uri for row in at.store.checkpoints(TENANT, model)] == [sampler, path]
 
-    play(tmp_path, before)
-    play(tmp_path, after)
+    async with play(tmp_path) as at:
+        await before(at)
+    async with play(tmp_path) as at:
+        await after(at)
 
 
-def test_a_finished_session_frees_its_models_once_their_requests_are_done(tmp_path: Path) -> None:
-    async def scene(at: World) -> None:
+async def test_a_finished_session_frees_its_models_once_their_requests_are_done(tmp_path: Path) -> None:
+    async with play(tmp_path) as at:
         model = await at.model()
         dropping = asyncio.Event()
         at.trainer.before = lambda command: dropping.set() if isinstance(command, m.DropModel) else None
@@ -616,8 +571,6 @@ def test_a_finished_session_frees_its_models_once_their_requests_are_done(tmp_pa
         # Its turn with the trainer comes after.
         other = await at.model(1)
         assert list(at.trainer.weights) == [other]
-
-    play(tmp_path, scene)
 
 
 async def test_when_there_is_no_room_models_of_clients_that_are_gone_make_way(tmp_path: Path) -> None:
@@ -644,16 +597,14 @@ async def test_when_there_is_no_room_models_of_clients_that_are_gone_make_way(tm
         await scene(at)
 
 
-def test_what_a_request_that_never_comes_held_up_fails(tmp_path: Path) -> None:
-    async def scene(at: World) -> None:
+async def test_what_a_request_that_never_comes_held_up_fails(tmp_path: Path) -> None:
+    async with play(tmp_path, gap_s=0.01) as at:
         model = await at.model()
         message, category = await at.error(await at.step(model, 2))
         assert "seq_id 1" in message
         assert category == "user"
         await at.result(await at.step(model, 3))
         assert at.trainer.weights[model] == ["step 0.1"]
-
-    play(tmp_path, scene, gap_s=0.01)
 
 
 def test_a_model_whose_session_has_expired_makes_way_for_the_next(tmp_path: Path) -> None:
