@@ -433,6 +433,18 @@ def _own_checks(settings: Settings) -> Iterator[tuple[bool, str]]:
 NODE_HAS_MORE = ("CPU", "GPU", "memory", "object_store_memory", "accelerator_type:")
 
 
+def _of_a_server_on_ray(settings: Settings, kind: str) -> Iterator[tuple[bool, str]]:
+    own: ServerSettings = getattr(settings, kind)
+    yield (
+        settings.launcher != "ray" or not own.gpus,
+        f"{kind}.gpus is for replicas on one machine: set ray.gpus",
+    )
+    yield (
+        settings.launcher != "ray" or not own.urls,
+        f"{kind}.urls and launcher ray exclude each other: Ray says on which node a replica is, so none could be meant",
+    )
+
+
 def _ray_checks(settings: Settings) -> list[tuple[bool, str]]:
     ray = settings.ray
     placed = settings.launcher == "ray" and ray.gateway
@@ -444,15 +456,7 @@ def _ray_checks(settings: Settings) -> list[tuple[bool, str]]:
             any((ray.cpus, ray.gpus, *ray.resources.values())),
             "one of ray.cpus, ray.gpus and ray.resources must be above 0",
         ),
-        (
-            settings.launcher != "ray" or settings.vllm.gpus == settings.sglang.gpus == 0,
-            "vllm.gpus and sglang.gpus are for replicas on one machine: set ray.gpus",
-        ),
-        (
-            settings.launcher != "ray" or not (settings.vllm.urls or settings.sglang.urls),
-            "vllm.urls or sglang.urls, and launcher ray exclude each other: Ray says on which node a replica is, so none could "
-            "be meant",
-        ),
+        *(check for kind in SERVER_NAMES for check in _of_a_server_on_ray(settings, kind)),
         (
             not (ray.address or "").startswith("ray://"),
             "ray.address must be HOST:PORT of a cluster that this machine is a node of, not a Ray client's ray:// address",
