@@ -92,10 +92,7 @@ async def serve(spec: ReplicaSpec, channel: StdioChannel) -> None:
     model_dir = Path(spec.model_dir)
     tls = server_tls("replica", spec.tls_cert, spec.tls_key)
     sock = socket.create_server((spec.host, spec.port), backlog=2048)
-    own, limit = spec.settings, spec.settings.snapshot_cache
-    cache = SnapshotCache(
-        Path(spec.cache_dir), None if limit is None else parse_size("replica.snapshot_cache", limit)
-    )
+    own, cache = spec.settings, _cache(spec)
     base = read_checkpoint(model_dir)
     engine = make_engine(spec)
     # An engine that cannot prove what it staged may read the files when it switches.
@@ -149,6 +146,12 @@ async def serve(spec: ReplicaSpec, channel: StdioChannel) -> None:
         for one in kept:
             await asyncio.to_thread(one.close)
         tracing.close()
+
+
+def _cache(spec: ReplicaSpec) -> SnapshotCache:
+    limit = spec.settings.snapshot_cache
+    bytes_max = None if limit is None else parse_size("replica.snapshot_cache", limit)
+    return SnapshotCache(Path(spec.cache_dir), bytes_max)
 
 
 def _keep(spec: ReplicaSpec, replica: Replica) -> list[Journal | RecordFiles]:

@@ -121,11 +121,6 @@ class Checked(msgspec.Struct, frozen=True, kw_only=True):
         """The answer ends with a file that is stored."""
         return self.referenced or bool(self.stored)
 
-    @property
-    def schema(self) -> dict[str, Any] | None:
-        """The schema of the JSON that the answer must be."""
-        return self.answer.schema
-
 
 def check(
     body: CompletionBody | ChatBody,
@@ -178,15 +173,20 @@ def check(
         tools=tools,
         listed_tools=(body.tools or None) if isinstance(body, ChatBody) else None,
         text=fields.PLAIN_TEXT if fields.TEXT[kind](body) in fields.NO_TEXT else fields.text_options(body),
-        template=fields.PLAIN_PROMPT
-        if fields.PROMPT[kind](body) in fields.NO_PROMPT
-        else fields.prompt_options(body),
+        template=_template(body, kind),
         prompt_logprobs=None if body.prompt_logprobs is None else fields.scored_prompt(body),
         prompt_from=prompt_from,
         cumulative=cumulative,
         response_id=body.request_id,
         priority=body.priority or 0,
         versions=body.weight_version is not None,
+    )
+
+
+def _template(body: InferenceBody, kind: Kind) -> PromptOptions:
+    """Most requests give none of the fields."""
+    return (
+        fields.PLAIN_PROMPT if fields.PROMPT[kind](body) in fields.NO_PROMPT else fields.prompt_options(body)
     )
 
 
