@@ -368,10 +368,9 @@ async def test_a_dns_name_is_as_many_replicas_as_it_has_addresses(
             raise found
         return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, port)) for address in found]
 
-    monkeypatch.setattr(asyncio.BaseEventLoop, "getaddrinfo", getaddrinfo)
+    monkeypatch.setattr(type(asyncio.get_running_loop()), "getaddrinfo", getaddrinfo)
 
-    async def work(server: Server) -> None:
-        nonlocal found
+    async with serve(tmp_path) as server:
         changes: list[None] = []
         server.desired_state.resolver = resolver = Resolver("replicas.local:80", lambda: changes.append(None))
         await resolver.look()
@@ -387,6 +386,3 @@ async def test_a_dns_name_is_as_many_replicas_as_it_has_addresses(
         await server.look()
         assert names(server) == ["replica-0", "10.0.0.2:80"]
         assert (server.replicas.views[1] is kept, len(changes)) == (True, 2)
-
-    async with serve(tmp_path) as server:
-        await work(server)

@@ -13,19 +13,21 @@ from replica_fakes import FakeEngine, running
 from midstream.core.decoding import message_of
 from midstream.core.errors import InvalidRequest
 from midstream.core.resumption import ResumeLogReader, read_resume
+from midstream.core.sessions import SessionsAsked
+from midstream.core.transfer import TransferOrder
+from midstream.core.types import Desired, Hint
 from midstream.core.versions import Admitted, from_header
 from midstream.proxy.resume import reason_of
-from midstream.replica import app, control
 
 DEEP = b'{"x":' + b"[" * 5000
 NO_TEXT = b'{"snapshot":"\xff","path":"\xff","tenant":"\xff"}'
 
 
 @pytest.mark.parametrize("body", [DEEP, NO_TEXT])
-@pytest.mark.parametrize("decoder", [app._desired, app._asked, app._hinted, control._transfer])
-def test_a_message_to_a_replica_is_refused(decoder: msgspec.json.Decoder[Any], body: bytes) -> None:
+@pytest.mark.parametrize("kind", [Desired, SessionsAsked, Hint, TransferOrder])
+def test_a_message_to_a_replica_is_refused(kind: Any, body: bytes) -> None:
     with pytest.raises(InvalidRequest, match="not a message"):
-        message_of(body, decoder, "a message")
+        message_of(body, msgspec.json.Decoder(kind), "a message")
 
 
 @pytest.mark.parametrize("body", [DEEP, NO_TEXT])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import posixpath
 from collections.abc import Iterator
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import msgspec
@@ -16,7 +17,11 @@ import msgspec
 from midstream.api.signals import parse_hint, parse_signal, source_url
 from midstream.core.decoding import message_of
 from midstream.core.errors import ConfigError
-from midstream.replica import app, control
+from midstream.core.responses import ResponseAsked
+from midstream.core.sessions import SessionsAsked
+from midstream.core.traces import RewardAsked
+from midstream.core.transfer import TransferOrder
+from midstream.core.types import Desired, Hint, Pause, PolicyEnd
 from midstream.snapshots.identity import check_identity, file_url_path, parse_bucket, public_url, snapshot_url
 from midstream.snapshots.layout import is_snapshot_file
 from targets.inference_wires import replica
@@ -81,16 +86,16 @@ def check_place(identity: str) -> None:
 
 
 #: What gateways send replicas, and how a replica's messages call it.
-MESSAGES = (
-    (app._desired, "desired"),
-    (app._asked, "asked"),
-    (app._hinted, "hint"),
-    (app._policy_end, "end"),
-    (app._rewarded, "reward"),
-    (app._response_asked, "response"),
-    (app._paused, "pause"),
-    (app._ids, "ids"),
-    (control._transfer, "an order"),
+MESSAGES: tuple[tuple[msgspec.json.Decoder[Any], str], ...] = (
+    (msgspec.json.Decoder(Desired), "desired"),
+    (msgspec.json.Decoder(SessionsAsked), "asked"),
+    (msgspec.json.Decoder(Hint), "hint"),
+    (msgspec.json.Decoder(PolicyEnd), "end"),
+    (msgspec.json.Decoder(RewardAsked), "reward"),
+    (msgspec.json.Decoder(ResponseAsked), "response"),
+    (msgspec.json.Decoder(Pause), "pause"),
+    (msgspec.json.Decoder(tuple[str, ...] | None), "ids"),
+    (msgspec.json.Decoder(TransferOrder), "an order"),
 )
 #: Of these, what a replica answers without an engine, and what leaves nothing for the next input.
 ANSWERED = (
