@@ -292,8 +292,8 @@ async def _render(
         sampling["logprobs"] = checked.top_logprobs or (body.logprobs if type(body.logprobs) is int else 0)
     if checked.masks:
         sampling["return_sampling_mask"] = True
-    if checked.schema is not None:
-        sampling["structured_outputs"] = {"json": checked.schema}
+    if checked.answer.schema is not None:
+        sampling["structured_outputs"] = {"json": checked.answer.schema}
     prompts = await texts.prompts(body, size, headers)
     return [
         RenderedRequest(
