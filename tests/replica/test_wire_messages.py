@@ -477,8 +477,8 @@ async def test_after_any_write_the_rest_is_event_for_event_what_it_would_have_be
             assert without_times(found) == whole
 
     tools = "tools" in fields
-    async with play(tmp_path, lambda: an_engine(text, tools=tools), tools=tools, replicas=2) as here:
-        await scenario(here)
+    async with play(tmp_path, lambda: an_engine(text, tools=tools), tools=tools, replicas=2) as (here, there):
+        await scenario(here, there)
 
 
 def writes_of(text: str) -> list[str]:

@@ -342,8 +342,8 @@ async def test_after_any_write_the_rest_is_event_for_event_what_it_would_have_be
             assert kept is None if more else kept["output"] == whole[-1]["response"]["output"]
 
     tools = "tools" in fields
-    async with play(tmp_path, lambda: an_engine(text, tools=tools), tools=tools, replicas=2) as here:
-        await scenario(here)
+    async with play(tmp_path, lambda: an_engine(text, tools=tools), tools=tools, replicas=2) as (here, there):
+        await scenario(here, there)
 
 
 def objects(found: list[Any]) -> list[Any]:
