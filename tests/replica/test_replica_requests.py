@@ -115,7 +115,7 @@ def test_routes_of_a_dense_model_are_refused_with_the_reason() -> None:
 
 def test_the_neutral_values_of_optional_fields_ask_for_nothing() -> None:
     neutral = chat(tools=[], tool_choice="none", response_format={"type": "text"}, best_of=None)
-    assert (neutral.n, neutral.tools, neutral.schema) == (1, None, None)
+    assert (neutral.n, neutral.tools, neutral.answer.schema) == (1, None, None)
 
 
 def test_fields_that_change_no_token_are_ignored() -> None:
