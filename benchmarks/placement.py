@@ -3,17 +3,21 @@
 Run by `make bench-placement`. The gateway's own code decides (Proxy.place over a ReplicaSet and a SessionTable); only the
 network is left out. A minute is one turn of every session; the requests in flight are the latest IN_FLIGHT_PER_REPLICA x
 replicas. Each minute another 1 % of the replicas leaves and those of the minute before return.
+
+Requests have bodies, as the gateway reads the group of a new session from its prompt, and where a request without a session
+may go. Their prompts begin with one system prompt, and GROUP consecutive ones are equal to the end.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import json
 import os
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -24,6 +28,7 @@ from midstream.core.reports import PolicyReport, ReplicaReport
 from midstream.core.served_names import ServedNames
 from midstream.core.types import Session
 from midstream.fleet.loop import Reconciler
+from midstream.fleet.prefixes import read_prompt
 from midstream.fleet.registry import Deployment, Deployments
 from midstream.fleet.replica_set import ReplicaSet
 from midstream.fleet.replicas import DeploymentReplicas
@@ -34,6 +39,13 @@ from midstream.ledger import Ledger
 from midstream.proxy.metrics import GatewayMetrics
 from midstream.proxy.proxy import Pools, Proxy
 
+TENANT = "tenant-0123456789abcdef"
+#: Samples of one task, which a trainer sends one after the other.
+GROUP = 8
+PROMPT_BYTES, LONG_PROMPT_BYTES = 2000, 30_000
+NO_PROMPT = b'{"model":"m","max_tokens":64}'
+#: Requests that are made at a time.
+CHUNK = 1000
 IN_FLIGHT_PER_REPLICA = 16
 # Of the replicas, per minute.
 CHURN = 0.01
@@ -64,9 +76,10 @@ class Fleet:
         self._under_way: deque[ReplicaView] = deque()
         self._most = IN_FLIGHT_PER_REPLICA * replicas
 
-    def turn(self, session: Session | None) -> str:
+    def turn(self, session: Session | None, body: bytes) -> str:
         """One request is placed and begins; the oldest ends. Why it went where it went."""
-        placed = self.proxy.place(self.deployment, session)
+        prompt = read_prompt(TENANT, body) if session is None else None
+        placed = self.proxy.place(self.deployment, session, prompt=prompt, body=body)
         assert placed is not None
         placed.view.replica.count(1)
         self._under_way.append(placed.view)
@@ -78,11 +91,42 @@ class Fleet:
         return Counter(home for home, *_ in self.deployment.sessions._homes.values())
 
 
-def timed(work: Callable[[], Any], count: int) -> float:
-    """CPU microseconds for each of `count`."""
-    began = time.process_time()
-    work()
-    return (time.process_time() - began) / count * 1e6
+def body_of(number: int, prompt_bytes: int) -> bytes:
+    """Of the request with that number. Those of a group have the same prompt, and other fields behind it."""
+    task = f"Task {number // GROUP}: " + "x" * (prompt_bytes // 2)
+    system = "You are one of many. "
+    system *= prompt_bytes // 2 // len(system)
+    messages = [{"role": "system", "content": system}, {"role": "user", "content": task}]
+    return json.dumps({"model": "m", "messages": messages, "max_tokens": 64, "seed": number}).encode()
+
+
+def key_of(number: int) -> Session:
+    """Another object for each turn, as parsing a request makes one."""
+    return TENANT[:-1] + TENANT[-1:], f"trajectory-{number:020}"
+
+
+Request = tuple[Session | None, bytes]
+
+
+def timed(fleet: Fleet, requests: Iterator[Request], reasons: Counter[str] | None = None) -> float:
+    """CPU microseconds of the fleet for each request. Making them is not counted."""
+    took, count = 0.0, 0
+    while chunk := list(itertools.islice(requests, CHUNK)):
+        began = time.process_time()
+        why = [fleet.turn(session, body) for session, body in chunk]
+        took += time.process_time() - began
+        count += len(chunk)
+        if reasons is not None:
+            reasons.update(why)
+    return took / count * 1e6
+
+
+def turns(sessions: int, prompt_bytes: int = 0, first: int = 0) -> Iterator[Request]:
+    """One of each session. prompt_bytes: 0: without a prompt, which nobody reads of a session that is known."""
+    return (
+        (key_of(number), body_of(number, prompt_bytes) if prompt_bytes else NO_PROMPT)
+        for number in range(first, first + sessions)
+    )
 
 
 def resident_bytes() -> int:
@@ -91,33 +135,38 @@ def resident_bytes() -> int:
 
 def measure(replicas: int, sessions: int, minutes: int) -> dict[str, Any]:
     fleet = Fleet(replicas, sessions)
-    fleet.turn(("warm", "up"))
+    fleet.turn(("warm", "up"), NO_PROMPT)
     fleet.deployment.sessions.forget(("warm", "up"))
     gc.collect()
     before = resident_bytes()
-    # A new key for each turn, as parsing a request makes one.
-    tenant = "tenant-0123456789abcdef"
-    new_us = timed(lambda: [fleet.turn((tenant, f"trajectory-{n:020}")) for n in range(sessions)], sessions)
+    new_us = timed(fleet, turns(sessions, PROMPT_BYTES))
     per_session = (resident_bytes() - before) / sessions
     counts = fleet.homes()
-    sticky_us = timed(
-        lambda: [fleet.turn((tenant, f"trajectory-{n:020}")) for n in range(sessions)], sessions
-    )
-    keyless = sessions // 10
-    keyless_us = timed(lambda: [fleet.turn(None) for _ in range(keyless)], keyless)
+    sticky_us = timed(fleet, turns(sessions))
+    some = sessions // 10
+    # Of other tasks than those of sessions.
+    keyless = ((None, body_of(number, PROMPT_BYTES)) for number in range(sessions, sessions + some))
+    keyless_us = timed(fleet, keyless)
+    churned = churn(fleet, replicas, sessions, minutes)
+    # The table is full, so each one more makes it forget one.
+    others = {
+        f"new_session_{name}_us": round(timed(fleet, turns(some, size, (2 + place) * sessions)), 2)
+        for place, (name, size) in enumerate((("no_prompt", 0), ("long_prompt", LONG_PROMPT_BYTES)))
+    }
     return {
         "replicas": replicas,
         "sessions": sessions,
         "new_session_us": round(new_us, 2),
+        **others,
         "known_session_us": round(sticky_us, 2),
         "without_session_us": round(keyless_us, 2),
         "bytes_per_session": round(per_session),
         "sessions_max_over_mean": round(max(counts.values()) * replicas / counts.total(), 3),
-        "churn": churn(fleet, replicas, sessions, minutes, tenant),
+        "churn": churned,
     }
 
 
-def churn(fleet: Fleet, replicas: int, sessions: int, minutes: int, tenant: str) -> dict[str, Any]:
+def churn(fleet: Fleet, replicas: int, sessions: int, minutes: int) -> dict[str, Any]:
     """moved_others: sessions that moved though their replica was there; must be none."""
     gone: list[ReplicaView] = []
     leavers = max(1, round(CHURN * replicas))
@@ -134,12 +183,7 @@ def churn(fleet: Fleet, replicas: int, sessions: int, minutes: int, tenant: str)
         before = fleet.homes()
         should += sum(before[name] for name in left)
         reasons: Counter[str] = Counter()
-
-        def a_minute(reasons: Counter[str] = reasons) -> None:
-            for number in range(sessions):
-                reasons[fleet.turn((tenant, f"trajectory-{number:020}"))] += 1
-
-        us.append(timed(a_minute, sessions))
+        us.append(timed(fleet, turns(sessions), reasons))
         after = fleet.homes()
         moved += reasons["moved"]
         others += reasons["moved"] - sum(before[name] for name in left) + reasons["new"]
@@ -169,7 +213,13 @@ def main() -> None:
         rows.append(measure(replicas, sessions, options.minutes if large else min(options.minutes, 3)))
         print(json.dumps(rows[-1]), flush=True)
     if options.write:
-        configuration = {"in_flight_per_replica": IN_FLIGHT_PER_REPLICA, "churn": CHURN}
+        configuration = {
+            "in_flight_per_replica": IN_FLIGHT_PER_REPLICA,
+            "churn": CHURN,
+            "group": GROUP,
+            "prompt_bytes": PROMPT_BYTES,
+            "long_prompt_bytes": LONG_PROMPT_BYTES,
+        }
         print("wrote", write_result("placement", {**provenance(**configuration), "rows": rows}))
 
 

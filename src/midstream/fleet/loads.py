@@ -27,6 +27,8 @@ class LoadTable:
         """The replicas get their places here in this order."""
         # Numpy reads it without a copy.
         self._loads = array("d", [replica.load for replica in replicas])
+        #: Of all of them, as `read` found them.
+        self.total = sum(self._loads)
         self.changed: list[Listed] = []
         for place, replica in enumerate(replicas):
             replica.place, replica.noted = place, False
@@ -34,9 +36,13 @@ class LoadTable:
     def __repr__(self) -> str:
         return f"LoadTable({len(self._loads)} replicas, {len(self.changed)} changed)"
 
+    def __len__(self) -> int:
+        return len(self._loads)
+
     def read(self) -> array[float]:
         """The loads by place, as they are now: always the same array."""
         for replica in self.changed:
+            self.total += replica.load - self._loads[replica.place]
             self._loads[replica.place] = replica.load
             replica.noted = False
         self.changed.clear()

@@ -325,7 +325,11 @@ class _Arrays:
         self._scores, self._shifted = np.empty_like(self._seeds), np.empty_like(self._seeds)
 
     def total(self) -> float:
-        return float(self._np.add.reduce(self._loads()))
+        table = self._table
+        if table is None or len(table) != len(self._replicas):
+            return float(self._np.add.reduce(self._loads()))
+        table.read()
+        return table.total
 
     def least(self) -> Sequence[int]:
         """The places of those with the least load for their weight."""
@@ -336,8 +340,7 @@ class _Arrays:
 
     def best(self, session: int, bound: float) -> list[_Ranked]:
         """The first two in rendezvous order that are under their limits, or the only one."""
-        np, loads, scores = self._np, self._loads(), self._score(session)
-        total = float(np.add.reduce(loads))
+        np, scores, total = self._np, self._score(session), self.total()
         # There are at least ARRAYS_FROM members.
         first, second = two = _first_two(scores)
         limits = [load_limit(total, bound, self._weight_at[at], self._all) for at in two]
@@ -346,7 +349,7 @@ class _Arrays:
             rank = 2 if scores[second] < scores[first] else 1
             return [(first, 1, limits[0]), (second, rank, limits[1])]
         every = np.ceil((1 + bound) * (total + 1) * self._weights / self._all)
-        free = (loads < every).nonzero()[0]
+        free = (self._loads() < every).nonzero()[0]
         two = [int(free[at]) for at in _first_two(scores[free])]
         return [(at, 1 + int(np.count_nonzero(scores > scores[at])), int(every[at])) for at in two]
 

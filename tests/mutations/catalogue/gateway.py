@@ -86,6 +86,14 @@ GATEWAY = (
         ("gateway/test_placement_histories.py",),
     ),
     Mutation(
+        "total_of_loads_is_not_kept",
+        "fleet/loads.py",
+        "self.total += replica.load - self._loads[replica.place]",
+        "pass",
+        "The share of the load that limits a replica is of the loads of that moment.",
+        ("gateway/test_placement_histories.py",),
+    ),
+    Mutation(
         "replica_that_left_is_still_a_candidate",
         "fleet/replica_set.py",
         '"""Who is usable is another than before."""\n        self._fleet = None',
