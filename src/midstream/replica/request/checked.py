@@ -425,9 +425,11 @@ def split_prompts(prompt: str | list[str | int | list[int]], vocab_size: int) ->
     """The prompts of a completions body: each a text or a tuple of valid token ids."""
     if isinstance(prompt, str):
         return [prompt]
-    if prompt and all(type(item) is int for item in prompt):
+    # A generator takes nearly twice as long, for thousands of ids.
+    kinds = set(map(type, prompt))
+    if kinds == {int}:
         return [_checked_ids(prompt, vocab_size)]
-    if any(type(item) is int for item in prompt):
+    if int in kinds:
         raise InvalidRequest("prompt: must not mix token ids with strings or lists", param="prompt")
     if not 1 <= len(prompt) <= MAX_PROMPTS:
         raise InvalidRequest(
