@@ -21,6 +21,8 @@ from tiers import THREADS
 
 #: `make gpu-check` sets it: the device that embedded engines compute on.
 DEVICE = os.environ.get("MIDSTREAM_TEST_DEVICE", "cpu")
+#: Of a configuration.
+OFF = "[embedded]\nspare_after_s = 0\n"
 READY = re.compile(r"midstream ready on (https?://\S+) \((\d+) replicas, model (\S+), deployment (\S+)\)")
 
 
@@ -125,13 +127,33 @@ def with_built_in_model(state_dir: Path) -> None:
         shutil.copytree(built_in_model(), made)
 
 
+def without_spare(state_dir: Path, arguments: tuple[str, ...]) -> tuple[str, ...]:
+    """The options of a server that keeps no spare replica process, unless its configuration says that it does.
+
+    Tests find the processes that they kill by their command lines.
+    """
+    if "--config" in arguments:
+        config, given = Path(arguments[arguments.index("--config") + 1]), ()
+    else:
+        config = state_dir.with_suffix(".toml")
+        config.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        config.write_text(OFF)
+        given = ("--config", str(config))
+    text = config.read_text()
+    if "spare_after_s" not in text:
+        has = "[embedded]\n" in text
+        config.write_text(text.replace("[embedded]\n", OFF, 1) if has else f"{text}\n{OFF}")
+    return (*arguments, *given)
+
+
 @contextlib.contextmanager
 def serve(state_dir: Path, *arguments: str) -> Iterator[Server]:
     """Start, wait for the ready line, and stop whatever is left at the end."""
     log = state_dir.with_suffix(".log")
     if "--model" not in arguments:
         with_built_in_model(state_dir)
-    with started(log, "serve", "--port", "0", "--state-dir", str(state_dir), *arguments) as process:
+    options = without_spare(state_dir, arguments)
+    with started(log, "serve", "--port", "0", "--state-dir", str(state_dir), *options) as process:
         assert process.stdout is not None
         line = process.stdout.readline()
         match = READY.fullmatch(line.strip())

@@ -77,6 +77,7 @@ class FakeLauncher:
     def gateway(self, name: str, spec: GatewaySpec, conversation: ChildMessages) -> Supervised:
         return Fake(name, self.port, 3)
 
+    async def keep_spare(self) -> None: ...
     def remove_caches(self, replica: str, others: Set[str]) -> None: ...
 
     def upload_stranded(self) -> bool:

@@ -249,7 +249,7 @@ class World:
             self.wrong.append(f"a stream cost {self.poison[asked]} engines that went on with it")
         return True
 
-    def engine(self, spec: ReplicaSpec) -> SimEngine:
+    def engine(self, spec: ReplicaSpec, begun: None = None) -> SimEngine:
         rng = self._engine_rng
         engine = SimEngine(
             Path(spec.model_dir), lambda share: rng.random() < share, lambda most: rng.random() * most
@@ -280,7 +280,7 @@ class World:
             deployment=DeploymentSettings(model="sim", bucket=BUCKET, **given.pop("deployment", {})),
             state_dir=str(self.place),
             tinker=given.pop("tinker", TinkerSettings(enabled=False)),
-            embedded=EngineSettings(threads=1),
+            embedded=EngineSettings(threads=1, spare_after_s=0),
             gateway=GatewaySettings(port=PORT, **gateway),
             replica=ReplicaSettings(token="token", **given.pop("replica", {})),
             models={"sim": str(self.model_dir)},

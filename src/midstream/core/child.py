@@ -11,6 +11,12 @@ import gc
 import importlib
 import sys
 from collections.abc import Iterator
+from types import ModuleType
+
+#: Before the module's name: import it as `imported_beside` does.
+BESIDE = "--beside"
+#: Of an import that nobody waits for.
+NICENESS = 19
 
 
 @contextlib.contextmanager
@@ -26,10 +32,28 @@ def importing() -> Iterator[None]:
     gc.freeze()
 
 
+def imported_beside(module: str) -> ModuleType:
+    """Import a module with the lowest priority, so that every other process goes first.
+
+    The caller keeps its own priority. A thread does the import, because only root may raise a priority again.
+    """
+    with importing():
+        # What these two import, the module needs anyway.
+        from concurrent.futures import ThreadPoolExecutor
+
+        from midstream.core.beside import lower_priority
+
+        with ThreadPoolExecutor(1, initializer=lower_priority, initargs=(NICENESS,)) as thread:
+            return thread.submit(importlib.import_module, module).result()
+
+
 def main() -> int:
     module = sys.argv.pop(1)
-    with importing():
-        found = importlib.import_module(module)
+    if module == BESIDE:
+        found = imported_beside(sys.argv.pop(1))
+    else:
+        with importing():
+            found = importlib.import_module(module)
     code: int = found.main()
     return code
 

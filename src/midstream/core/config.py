@@ -72,6 +72,9 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     # Keep the weights of a MoE model's routers with the routes, for return_router_weights: 4 bytes for each expert of a token's
     # route, in each slot of the KV cache.
     router_weights: bool = False
+    # A process waits with everything imported, to be the next replica that is started again on this machine. It is made when no
+    # replica has begun for so long, and takes about 320 MiB of memory. 0: there is none.
+    spare_after_s: NotNegative = 60.0
     # Threads of one replica's engine. 0 shares the cores out among the replicas.
     threads: CountOrZero = 0
     # An engine that has not loaded its model by then is given up.

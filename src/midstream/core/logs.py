@@ -61,13 +61,17 @@ def configure(process: str, how: Logging) -> None:
         logging.getLogger(noisy).setLevel(max(logging.WARNING, logging.getLogger().level))
 
 
-def configure_as_parent(process: str) -> None:
-    """Log as the parent process does. If that said nothing: text, from info on."""
+def configured() -> Logging:
+    """How this process logs, or its parent does. If neither said it: text, from info on."""
     try:
-        how = msgspec.json.decode(os.environ.get(VARIABLE, "{}"), type=Logging)
+        return msgspec.json.decode(os.environ.get(VARIABLE, "{}"), type=Logging)
     except msgspec.DecodeError:
-        how = Logging()
-    configure(process, how)
+        return Logging()
+
+
+def configure_as_parent(process: str) -> None:
+    """Log as the parent process does."""
+    configure(process, configured())
 
 
 class JsonFormatter(logging.Formatter):

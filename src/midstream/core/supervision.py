@@ -44,6 +44,10 @@ class TinkerSpec(ChildSpec, frozen=True, kw_only=True):
     settings: TinkerSettings
 
 
+class SpareWaits(msgspec.Struct, frozen=True, kw_only=True, tag="waiting", forbid_unknown_fields=True):
+    """What a spare child says first: it has imported all that it needs, and waits for its settings."""
+
+
 class Listening(msgspec.Struct, frozen=True, kw_only=True):
     """A child's answer to its settings.
 

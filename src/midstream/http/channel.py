@@ -25,7 +25,7 @@ import uvloop
 from midstream.core import logs
 from midstream.core.errors import ConfigError, SnapshotError
 from midstream.core.pulse import Pulse
-from midstream.core.supervision import ChildSpec, Listening
+from midstream.core.supervision import ChildSpec, Listening, SpareWaits
 
 logger = logging.getLogger(__name__)
 
@@ -50,12 +50,21 @@ class StdioChannel:
         self.pulse = Pulse("")
 
     def receive(self, kind: type[T]) -> T:
-        """The settings. Blocks. Raises msgspec.DecodeError."""
-        return msgspec.json.decode(sys.stdin.buffer.readline(), type=kind)
+        """The settings. Blocks. Raises EOFError if the supervisor is gone, and msgspec.DecodeError."""
+        if not (line := sys.stdin.buffer.readline()):
+            raise EOFError("the supervisor is gone")
+        return msgspec.json.decode(line, type=kind)
+
+    def say_waiting(self) -> None:
+        """That the settings may come. Only a spare child says it."""
+        self._write(SpareWaits())
 
     def send(self, message: msgspec.Struct) -> None:
         """Blocks. A message that no supervisor is left to read is discarded."""
         self.answered = True
+        self._write(message)
+
+    def _write(self, message: msgspec.Struct) -> None:
         line = msgspec.json.encode(message) + b"\n"
         with contextlib.suppress(BrokenPipeError):
             while line:
@@ -92,16 +101,24 @@ def run_child(
     serve: Callable[[Spec, StdioChannel], Coroutine[Any, Any, None]],
     failures: tuple[type[Exception], ...] = (),
     around: Callable[[Spec], AbstractContextManager[None]] = lambda spec: contextlib.nullcontext(),
+    *,
+    spare: bool = False,
 ) -> int:
     """The main function of a child process: its exit code.
 
     name: in log lines, where the settings have none. failures: errors that are expected, beside ConfigError, SnapshotError and
     OSError. One that keeps the child from starting is reported to the supervisor; a later one is logged.
     around: entered before the event loop is made, and left when the loop's tasks and threads have ended.
+    spare: it says that it waits for its settings. If they never come, it ends without an error.
     """
     expected: tuple[type[Exception], ...] = (ConfigError, SnapshotError, OSError, *failures)
     channel = StdioChannel()
-    spec = channel.receive(kind)
+    if spare:
+        channel.say_waiting()
+    try:
+        spec = channel.receive(kind)
+    except EOFError:
+        return 0
     channel.pulse = Pulse(spec.name or name)
     fields = {"replica": spec.name} if spec.name else {}
     logs.configure(

@@ -16,6 +16,7 @@ import struct
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar, cast
 
 import msgspec
@@ -123,26 +124,51 @@ class Link(asyncio.Protocol, Generic[Message]):
         self.lost.set()
 
 
-async def spawn(module: str, link: Callable[[], AnyLink]) -> tuple[subprocess.Popen[bytes], AnyLink]:
-    """Run `module` as a child, with the number of its end of the socket as the only argument."""
+@dataclass(frozen=True)
+class StartedChild:
+    """A child that was started and has no link yet. sock: this process's end."""
+
+    process: subprocess.Popen[bytes]
+    sock: socket.socket
+
+    async def linked(self, link: Callable[[], AnyLink]) -> AnyLink:
+        """Gives it a link. If that fails, the child is killed."""
+        self.sock.setblocking(False)
+        try:
+            _, made = await asyncio.get_running_loop().create_connection(link, sock=self.sock)
+        except BaseException:
+            # A cancellation, too, leaves no process running.
+            self.process.kill()
+            self.sock.close()
+            raise
+        return made
+
+
+def begin(module: str, *, beside: bool = False) -> StartedChild:
+    """Run `module` as a child, with the number of its end of the socket as the only argument.
+
+    beside: it imports with the lowest priority.
+    """
     ours, theirs = socket.socketpair()
     with theirs:
-        process = subprocess.Popen(  # noqa: ASYNC220 - fork and exec only; waiting is done in a thread
-            [sys.executable, "-m", child.__name__, module, str(theirs.fileno())],
+        process = subprocess.Popen(
+            [
+                *(sys.executable, "-m", child.__name__),
+                *([child.BESIDE] if beside else []),
+                *(module, str(theirs.fileno())),
+            ],
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             # This process's own standard output may be somebody's protocol.
             stdout=sys.stderr,
         )
-    ours.setblocking(False)
-    try:
-        _, made = await asyncio.get_running_loop().create_connection(link, sock=ours)
-    except BaseException:
-        # A cancellation, too, leaves no process running.
-        process.kill()
-        ours.close()
-        raise
-    return process, made
+    return StartedChild(process, ours)
+
+
+async def spawn(module: str, link: Callable[[], AnyLink]) -> tuple[subprocess.Popen[bytes], AnyLink]:
+    """Begin a child and give it a link."""
+    begun = begin(module)
+    return begun.process, await begun.linked(link)
 
 
 async def ended(process: subprocess.Popen[bytes], name: str) -> int:

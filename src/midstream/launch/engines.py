@@ -17,6 +17,7 @@ from midstream.core.config import SERVER_NAMES, Settings, parse_size
 from midstream.core.errors import ConfigError
 from midstream.core.server_settings import ServerSettings
 from midstream.engine.base import Engine
+from midstream.http.ipc import StartedChild
 from midstream.launch.specs import ReplicaSpec
 from midstream.replica.pins import Residency
 from midstream.snapshots.identity import parse_bucket
@@ -126,7 +127,8 @@ def _has(package: str, settings: ServerSettings) -> bool:
     return done.returncode == 0
 
 
-def make_engine(spec: ReplicaSpec) -> Engine:
+def make_engine(spec: ReplicaSpec, begun: StartedChild | None = None) -> Engine:
+    """begun: see EmbeddedEngine."""
     model_dir = Path(spec.model_dir)
     if spec.kind == "vllm":
         from midstream.engine.vllm.engine import VllmEngine
@@ -140,7 +142,7 @@ def make_engine(spec: ReplicaSpec) -> Engine:
         return SglangEngine(model_dir, spec.sglang, Path(spec.cache_dir), url=spec.server_url, gpus=spec.gpus)
     from midstream.engine.embedded.engine import EmbeddedEngine
 
-    return EmbeddedEngine(model_dir, spec.engine, Path(spec.cache_dir))
+    return EmbeddedEngine(model_dir, spec.engine, Path(spec.cache_dir), begun)
 
 
 def replica_fields(settings: Settings, name: str) -> dict[str, Any]:

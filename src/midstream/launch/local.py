@@ -21,7 +21,8 @@ from midstream.core.errors import ConfigError
 from midstream.http.listening import PASSIVE, bound_sockets
 from midstream.launch.caches import remove_all, remove_caches, set_strange_caches_aside
 from midstream.launch.engines import engine_fields, number_of, records_root, usable_cores
-from midstream.launch.process import Child, ChildMessages, StartFailed, Supervised
+from midstream.launch.process import Child, ChildMessages, StartFailed, Supervised, new_process
+from midstream.launch.spare import SpareReplica
 from midstream.launch.specs import GatewaySpec, ReplicaSpec
 from midstream.launch.stranded import upload_stranded
 
@@ -36,6 +37,9 @@ class Launcher(Protocol):
         """
 
     def gateway(self, name: str, spec: GatewaySpec, conversation: ChildMessages) -> Supervised: ...
+
+    async def keep_spare(self) -> None:
+        """Have a process ready for the next replica that begins, where that is done. Cancelled when the server stops."""
 
     def remove_caches(self, replica: str, others: Set[str]) -> None:
         """Remove the caches of a deployment that is gone: of this replica, and of its other numbers.
@@ -63,6 +67,9 @@ class LocalLauncher:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._caches = Path(settings.state_dir).absolute() / "snapshots"
+        # What other engines import, their own processes do.
+        after_s = settings.embedded.spare_after_s if settings.engine == "embedded" else 0
+        self._spare = SpareReplica(lambda: new_process("spare", "midstream.launch.spare_replica"), after_s)
 
     async def replica(self, spec: ReplicaSpec, replicas: int) -> Supervised:
         settings = self._settings
@@ -71,7 +78,12 @@ class LocalLauncher:
             engine=engine_settings(settings, replicas),
             **engine_fields(settings, number_of(spec.name), replicas),
         )
-        return Child(spec.name, "midstream.launch.replica", here, host=spec.host, movable=True)
+        return Child(
+            spec.name, "midstream.launch.replica", here, host=spec.host, movable=True, spare=self._spare.take
+        )
+
+    async def keep_spare(self) -> None:
+        await self._spare.keep()
 
     def gateway(self, name: str, spec: GatewaySpec, conversation: ChildMessages) -> Supervised:
         return Child(name, "midstream.launch.gateway", spec, conversation, host=spec.host)

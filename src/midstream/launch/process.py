@@ -24,7 +24,7 @@ import msgspec
 
 from midstream.core import child
 from midstream.core.retry import Backoff
-from midstream.core.supervision import Accepting, Listening
+from midstream.core.supervision import Accepting, Listening, SpareWaits
 from midstream.http.channel import LINE_BYTES_MAX
 
 logger = logging.getLogger(__name__)
@@ -214,6 +214,14 @@ class ChildProcess:
     def running(self) -> bool:
         return self.process.returncode is None
 
+    async def waits(self) -> bool:
+        """Of a spare process: returns once it waits for its settings, or False if it ended before."""
+        try:
+            msgspec.json.decode(await self._output.readline(), type=SpareWaits)
+        except msgspec.DecodeError:
+            return False
+        return True
+
     async def ask(self, spec: msgspec.Struct) -> Listening:
         """Send the settings, and return the answer. Raises StartFailed, and HostUnwell when it was killed; the process has
         ended then."""
@@ -310,11 +318,13 @@ class Child(Supervised):
         host: str = LOOPBACK,
         python: str | None = None,
         movable: bool = False,
+        spare: Callable[[], ChildProcess | None] = lambda: None,
     ) -> None:
         """spec: its settings; a `port` of 0 is a free one, the same one whenever it is started again. host: where the child
         listens. python: its interpreter, this process's if None.
 
         movable: another free port will do after it could not be started again, as its own may be somebody else's by now.
+        spare: gives a process that waits for settings of this kind, if there is one.
         """
         self.name = name
         self.host = host
@@ -323,6 +333,7 @@ class Child(Supervised):
         self._spec = spec
         self._on_line, self._greeting = conversation.on_line, conversation.greeting
         self._movable = movable
+        self._spare = spare
         #: The port that it chose, to be taken again. 0: none, or the settings name it.
         self._port_before = 0
         self._life: ChildProcess | None = None
@@ -389,23 +400,11 @@ class Child(Supervised):
 
     async def _create(self) -> ChildProcess:
         """Raises StartFailed."""
-        try:
-            process = await asyncio.create_subprocess_exec(
-                self._python,
-                "-m",
-                child.__name__,
-                self._module,
-                # For people who read the process list.
-                self.name,
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                # Ctrl-C reaches the supervisor alone.
-                start_new_session=True,
-                limit=LINE_BYTES_MAX,
-            )
-        except OSError as error:
-            raise StartFailed(f"{self.name} cannot be started: {error}") from error
-        return ChildProcess(self.name, process)
+        if (life := self._spare()) is None:
+            return await new_process(self.name, self._module, self._python)
+        logger.info("%s takes the spare process (pid %d)", self.name, life.pid)
+        life.name = self.name
+        return life
 
     def _is_up(self, life: ChildProcess, answer: Listening) -> None:
         self.port = answer.port
@@ -463,6 +462,22 @@ class Child(Supervised):
     async def stop(self, grace_s: float) -> None:
         await asyncio.gather(*(life.stop(grace_s) for life in self._lives()))
         await asyncio.gather(*self._retiring.values())
+
+
+async def new_process(name: str, module: str, python: str = sys.executable) -> ChildProcess:
+    """Start a process for a child. name: for people who read the process list. Raises StartFailed."""
+    try:
+        process = await asyncio.create_subprocess_exec(
+            *(python, "-m", child.__name__, module, name),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            # Ctrl-C reaches the supervisor alone.
+            start_new_session=True,
+            limit=LINE_BYTES_MAX,
+        )
+    except OSError as error:
+        raise StartFailed(f"{name} cannot be started: {error}") from error
+    return ChildProcess(name, process)
 
 
 def _answer(name: str, line: bytes) -> Listening:

@@ -99,6 +99,9 @@ class RayLauncher:
             host=None if spec.host in WILDCARDS else spec.host,
         )
 
+    async def keep_spare(self) -> None:
+        """There is none: nobody knows on which node the next replica begins."""
+
     def remove_caches(self, replica: str, others: Set[str]) -> None:
         _on_every_node(remove_caches_on, str(self._snapshots), replica, frozenset(others))
 

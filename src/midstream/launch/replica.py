@@ -24,6 +24,7 @@ from midstream.core.served_names import ServedNames
 from midstream.core.supervision import Listening
 from midstream.engine.base import EngineDied
 from midstream.http.channel import STOP_GRACE_S, StdioChannel, run_child
+from midstream.http.ipc import StartedChild
 from midstream.http.tls import server_tls
 from midstream.launch.auditing import AuditorProcess
 from midstream.launch.caches import held
@@ -88,13 +89,13 @@ def held_directories(spec: ReplicaSpec) -> Iterator[None]:
         yield
 
 
-async def serve(spec: ReplicaSpec, channel: StdioChannel) -> None:
+async def serve(spec: ReplicaSpec, channel: StdioChannel, begun: StartedChild | None = None) -> None:
     model_dir = Path(spec.model_dir)
     tls = server_tls("replica", spec.tls_cert, spec.tls_key)
     sock = socket.create_server((spec.host, spec.port), backlog=2048)
     own, cache = spec.settings, _cache(spec)
     base = read_checkpoint(model_dir)
-    engine = make_engine(spec)
+    engine = make_engine(spec, begun)
     # An engine that cannot prove what it staged may read the files when it switches.
     chains = ChainFetcher(
         cache, threads=spec.engine.threads or None, links=engine.proves_staged, peers=Peers(spec.token)
@@ -190,8 +191,12 @@ def _audit(spec: ReplicaSpec, replica: Replica) -> None:
     )
 
 
-def main() -> int:
-    return run_child("replica", ReplicaSpec, serve, (EngineDied,), held_directories)
+def main(begun: StartedChild | None = None) -> int:
+    """begun: the engine process of a spare replica."""
+    serving = partial(serve, begun=begun)
+    return run_child(
+        "replica", ReplicaSpec, serving, (EngineDied,), held_directories, spare=begun is not None
+    )
 
 
 if __name__ == "__main__":

@@ -184,6 +184,7 @@ class Supervisor:
             count = await self._all_usable()
             self._pulse.start()
             on_ready(self._ready(count))
+            group.create_task(self._launcher.keep_spare())
 
     async def close(self) -> None:
         """Takes FRONT_STOP_S for the front, STOP_GRACE_S for streams, KILL_AFTER_S for the gateways and REPLICA_STOP_S for the

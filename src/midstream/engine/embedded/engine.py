@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequ
 from pathlib import Path
 
 from midstream.core.config import EngineSettings
+from midstream.core.logs import configured
 from midstream.core.types import EngineStats, GenerateRequest, GenerationEvent, ModelInfo, SwapTiming
 from midstream.engine.base import AtOnce, Engine, EngineDied, Slot, StagingFailed, WeightsRefused
 from midstream.engine.embedded import protocol as m
@@ -25,8 +26,16 @@ from midstream.http import ipc
 logger = logging.getLogger(__name__)
 
 
+def begin(*, beside: bool = False) -> ipc.StartedChild:
+    """An engine process that imports all that it needs, and then waits for its first command. beside: see ipc.begin."""
+    return ipc.begin("midstream.engine.embedded.loop", beside=beside)
+
+
 class _EngineLink(ipc.Link[m.Reply]):
-    """Our end of the socket. It hands on every reply after the first. first: the first reply; None if there was none."""
+    """Our end of the socket. It hands on every reply after the first.
+
+    first: the first reply behind Imported; None if there was none.
+    """
 
     def __init__(self, on_reply: Callable[[m.Reply], None]) -> None:
         super().__init__(m.reply_decoder)
@@ -34,6 +43,8 @@ class _EngineLink(ipc.Link[m.Reply]):
         self._on_reply = on_reply
 
     def received(self, message: m.Reply) -> None:
+        if isinstance(message, m.Imported):
+            return
         if self.first.done():
             self._on_reply(message)
         else:
@@ -93,15 +104,22 @@ class _PolicySlot(Slot):
 
 
 class EmbeddedEngine(Engine):
-    """folder: see EngineCore."""
+    """folder: see EngineCore. begun: a process for the first start, by `begin`; None: that start begins one."""
 
     proves_staged = True
 
-    def __init__(self, model_dir: Path, settings: EngineSettings, folder: Path | None = None) -> None:
+    def __init__(
+        self,
+        model_dir: Path,
+        settings: EngineSettings,
+        folder: Path | None = None,
+        begun: ipc.StartedChild | None = None,
+    ) -> None:
         self._own = _PolicySlot("", self._call, self._send)
         self._model_dir = model_dir
         self._settings = settings
         self._folder = folder
+        self._begun = begun
         self._process: subprocess.Popen[bytes] | None = None
         # None or closing when the engine is not running.
         self._link: _EngineLink | None = None
@@ -123,12 +141,13 @@ class EmbeddedEngine(Engine):
 
     async def start(self) -> ModelInfo:
         await self._stop()
-        self._process, self._link = process, link = await ipc.spawn(
-            "midstream.engine.embedded.loop", lambda: _EngineLink(self._dispatch)
-        )
-        link.send(
-            m.Start(str(self._model_dir), self._settings, None if self._folder is None else str(self._folder))
-        )
+        begun, self._begun = self._begun, None
+        if begun is None or begun.process.poll() is not None:
+            begun = begin()
+        self._process = process = begun.process
+        self._link = link = await begun.linked(lambda: _EngineLink(self._dispatch))
+        folder = None if self._folder is None else str(self._folder)
+        link.send(m.Start(str(self._model_dir), self._settings, folder, configured()))
         info = await self._loaded(link, process)
         now = asyncio.get_running_loop().time()
         self._silence, self._stillness = SilenceTimer(now), StillnessTimer(now)

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 import transformers
 
-from midstream.core.logs import configure_as_parent
+from midstream.core.logs import configure
 from midstream.core.types import GenerateRequest
 from midstream.engine.embedded import protocol as m
 from midstream.engine.embedded import weights_digest
@@ -233,9 +233,10 @@ def main() -> int:
     # A thread that stages weights must not hold the interpreter lock for a whole default interval between two kernels.
     sys.setswitchinterval(0.0005)
     with contextlib.suppress(Disconnected):
+        channel.send(m.Imported())
         start = next(iter(channel.receive(None)))
         assert isinstance(start, m.Start)
-        configure_as_parent("engine")
+        configure("engine", start.log)
         torch.set_num_threads(max(1, start.settings.threads))
         try:
             began = time.monotonic()

@@ -13,6 +13,7 @@ import msgspec
 
 from midstream import __version__
 from midstream.core.config import EngineSettings
+from midstream.core.logs import Logging
 from midstream.core.types import (
     ENGINE_FEATURES,
     EngineCard,
@@ -34,11 +35,12 @@ def embedded_card(settings: EngineSettings, *, grammars: bool, reproducible: boo
 
 
 class Start(msgspec.Struct, tag=True, frozen=True):
-    """folder: for a file that the engine may have, if its settings ask for one."""
+    """folder: for a file that the engine may have, if its settings ask for one. log: how it logs."""
 
     model_dir: str
     settings: EngineSettings
     folder: str | None
+    log: Logging = Logging()
 
 
 class Generate(msgspec.Struct, tag=True, frozen=True):
@@ -149,6 +151,10 @@ Command = (
 )
 
 
+class Imported(msgspec.Struct, tag=True, frozen=True):
+    """The first message: everything is imported."""
+
+
 class Ready(msgspec.Struct, tag=True, frozen=True):
     info: ModelInfo
 
@@ -179,7 +185,7 @@ class Failed(msgspec.Struct, tag=True, frozen=True):
     error: str
 
 
-Reply = Ready | Events | CallDone | Failed
+Reply = Imported | Ready | Events | CallDone | Failed
 
 command_decoder: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
 reply_decoder: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
