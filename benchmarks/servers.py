@@ -186,13 +186,17 @@ class Midstream(Server):
         """The lines of the configuration that give the replica its token."""
         return f'[replica]\ntoken = "{TOKEN}"\n'
 
+    def spare_setting(self) -> str:
+        """No spare replica process, whose imports would be measured, too. Another checkout may not know the setting."""
+        return "" if "PYTHONPATH" in self.environment() else "spare_after_s = 0\n"
+
     def command(self) -> list[str]:
         state = self.log.with_suffix("")
         state.mkdir()
         config = state / "midstream.toml"
         config.write_text(
             f"{self.token_setting()}[embedded]\nthreads = {self.model.threads}\nblock_size = {BLOCK}\n"
-            f'device = "{self.model.device}"\n'
+            f'device = "{self.model.device}"\n{self.spare_setting()}'
         )
         return [
             *(sys.executable, "-m", "midstream.cli", "serve", "--model", str(self.model.directory)),

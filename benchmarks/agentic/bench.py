@@ -52,6 +52,8 @@ GROUPS, STREAMS = 16, 6
 KV_SHARES = (0.6, 1.0, 2.0)
 DISTURBED_SHARE = 1.0
 SWAPS = 3
+#: Longer than a run, which must not have the imports of the next spare process in it.
+SPARE_AFTER_S = 30
 #: A counter that replicas may not have yet.
 PREEMPTIONS = "preemptions_total"
 RunFigures = dict[str, Any]
@@ -79,6 +81,8 @@ class Bench:
     async def measure(self, way: str, work: Work, name: str) -> RunFigures:
         """name: of the round. Raises RouterFailed or TurnFailed."""
         keys = f"{name}-{WAYS.index(way)}"
+        if work.disturbed:
+            await self._fleet.spare_waits()
         async with self._fleet.way(way) as (port, router):
             if router is not None:
                 self.about[way] = {"version": router.version(), "command": router.configuration()["command"]}
@@ -108,8 +112,8 @@ class Bench:
         if not work.disturbed:
             return await client.drive()
         async with asyncio.TaskGroup() as group:
-            following = group.create_task(self._fleet.follow(client.run.lost))
-            disturbing = group.create_task(self._disturb(progress))
+            following = group.create_task(self._fleet.follow())
+            disturbing = group.create_task(self._disturb(progress, client.run))
             try:
                 run = await client.drive()
                 await disturbing
@@ -117,7 +121,7 @@ class Bench:
                 following.cancel()
         return run
 
-    async def _disturb(self, progress: Progress) -> None:
+    async def _disturb(self, progress: Progress, run: Run) -> None:
         """Three swaps, and a replica killed right behind the signal of the second one."""
         points = swap_points(progress.total, SWAPS)
         names = [f"step-{next(self._published)}" for _ in points]
@@ -126,7 +130,7 @@ class Bench:
             await progress.reached(point)
             await asyncio.to_thread(self._publisher.snapshots.signal, name, "new_session")
             if number == SWAPS // 2:
-                self._fleet.kill_one()
+                run.lost.append((self._fleet.kill_one(), time.perf_counter()))
         await asyncio.to_thread(self._publisher.snapshots.wait_until_ready, names[-1])
 
     async def _confirmed(self, before: dict[str, dict[str, float]], run: Run) -> RunFigures:
@@ -244,7 +248,9 @@ async def run(
             benches = {}
             for has_budget in (True, False):
                 (own := place / f"budget-{has_budget}").mkdir()
-                fleet = await stack.enter_async_context(Fleet(own, tokens, has_budget=has_budget))
+                spare_after_s = SPARE_AFTER_S if with_swaps else 0
+                made = Fleet(own, tokens, has_budget=has_budget, spare_after_s=spare_after_s)
+                fleet = await stack.enter_async_context(made)
                 benches[has_budget] = stack.enter_context(contextlib.closing(Bench(fleet, own)))
             found, absent = await rounds_of(benches, Work(trace, with_swaps), ways, rounds, name)
             result["absent"] |= absent

@@ -27,7 +27,7 @@ from gateway.routers import (
     VllmRouterByCache,
     folder_for,
 )
-from gateway.tools import pin, tree
+from gateway.tools import listens_on, pin, tree, tree_cpu_s
 from rollout_filter import Filter
 from rollout_load import Connections
 from servers import TOKEN, Midstream, Model
@@ -38,6 +38,8 @@ from midstream.models.tiny_moe import write_tiny_moe
 REPLICAS = 4
 CONTEXT = 8192
 CAUGHT_UP_S_MAX = 30.0
+SPARE_S_MAX = 300.0
+FOLLOW_S = 2.0
 #: Ways through a gateway: with the KV budget, and without it.
 OURS, UNBUDGETED = "midstream", "midstream, kv_budget 0"
 THROUGH_GATEWAY = (OURS, UNBUDGETED)
@@ -53,6 +55,9 @@ WAYS = (*THROUGH_GATEWAY, *ROUTERS)
 PASSED = ("x-session-id", "x-smg-routing-key")
 SAMPLE = re.compile(r"^(midstream_replica_\w+)\{([^}]*)\} (\S+)$", re.MULTILINE)
 LABEL = re.compile(r'(\w+)="([^"]*)"')
+OWN_PROCESS = re.compile(rb"midstream\.launch\.(spare_)?replica\0")
+#: A spare process that did no work for so long has imported everything.
+STILL_S = 2.0
 PROBE = b'{"model":"m","prompt":"\xc4\x80","max_tokens":1}'
 PROBE_HEAD = (
     b"POST /v1/completions HTTP/1.1\r\nhost: r\r\ncontent-type: application/json\r\nx-session-id: probe\r\n"
@@ -65,6 +70,11 @@ class Serving(Midstream):
 
     kv_cache_tokens = 65536
     has_budget = True
+    #: The setting of that name; 0: there is no spare replica process.
+    spare_after_s = 0
+
+    def spare_setting(self) -> str:
+        return f"spare_after_s = {self.spare_after_s}\n"
 
     def command(self) -> list[str]:
         given = super().command()
@@ -90,9 +100,14 @@ class Serving(Midstream):
         return found
 
     def replica_pids(self) -> list[int]:
-        """Of the replicas' own processes, without those under them, in the order in which they were started."""
-        wanted = b"midstream.launch.replica\0"
-        return sorted(pid for pid in tree(self.pid) if wanted in Path(f"/proc/{pid}/cmdline").read_bytes())
+        """Of the replicas' own processes, without those under them, in the order in which they were started.
+
+        One that waits to become a replica is the last.
+        """
+        found = (
+            pid for pid in tree(self.pid) if OWN_PROCESS.search(Path(f"/proc/{pid}/cmdline").read_bytes())
+        )
+        return sorted(found)
 
 
 class Fleet:
@@ -102,13 +117,16 @@ class Fleet:
     that know none.
     """
 
-    def __init__(self, folder: Path, kv_cache_tokens: int, *, has_budget: bool) -> None:
+    def __init__(
+        self, folder: Path, kv_cache_tokens: int, *, has_budget: bool, spare_after_s: int = 0
+    ) -> None:
         self._folder = folder
         model = Model("agents", folder / "m", vocabulary=256, threads=1, vllm_cores="", kv_gib=0)
         write_tiny_moe(model.directory, max_positions=CONTEXT)
         self.server = Serving(model, folder)
         self.server.kv_cache_tokens = kv_cache_tokens
         self.server.has_budget = has_budget
+        self.server.spare_after_s = spare_after_s
         self._front: Filter | None = None
         self._filters: dict[str, Filter] = {}
 
@@ -201,15 +219,33 @@ class Fleet:
         for key in keys:
             await self.close_session(key)
 
-    def kill_one(self) -> None:
-        os.kill(self.server.replica_pids()[0], signal.SIGKILL)
-
-    async def follow(self, lost: list[tuple[str, float]]) -> None:
-        """Keep the filters at their replicas' ports while replicas die and start again; say of each when that was seen."""
+    async def spare_waits(self) -> None:
+        """Returns once a spare replica process waits, as in a server that has run for a minute."""
+        deadline = time.monotonic() + SPARE_S_MAX
+        worked = -1.0
         while True:
-            await asyncio.sleep(0.2)
+            pids = self.server.replica_pids()
+            now = tree_cpu_s(pids[-1]) if len(pids) > REPLICAS else -1.0
+            if now == worked > 0:
+                return
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"no spare replica process waits: {pids}")
+            worked = now
+            await asyncio.sleep(STILL_S)
+
+    def kill_one(self) -> str:
+        """Kills the process of the replica that was started first. Returns its name."""
+        pid = self.server.replica_pids()[0]
+        ports = listens_on(pid)
+        os.kill(pid, signal.SIGKILL)
+        return next(name for name, one in self._filters.items() if one.replica_port in ports)
+
+    async def follow(self) -> None:
+        """Keep the filters at their replicas' ports. Hardly ever is one free for somebody else when its replica begins again.
+
+        Each look costs the gateway milliseconds that would be in the wall time."""
+        while True:
+            await asyncio.sleep(FOLLOW_S)
             for name, one in (await asyncio.to_thread(self.server.replicas)).items():
-                port = int(one.get("port", 0))
-                if port and port != self._filters[name].replica_port:
-                    lost.append((name, time.perf_counter()))
+                if port := int(one.get("port", 0)):
                     self._filters[name].replica_port = port

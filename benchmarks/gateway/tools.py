@@ -67,6 +67,18 @@ def rss_bytes(pid: int) -> int:
     return sum(pages) * os.sysconf("SC_PAGE_SIZE")
 
 
+def listens_on(pid: int) -> set[int]:
+    """The TCP ports that the process listens on, of IPv4."""
+    own = set()
+    for one in Path(f"/proc/{pid}/fd").iterdir():
+        # It may be closed meanwhile.
+        with contextlib.suppress(OSError):
+            own.add(os.readlink(one).removeprefix("socket:[").removesuffix("]"))
+    lines = [line.split() for line in Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]]
+    # 0A: LISTEN.
+    return {int(line[1].rpartition(":")[2], 16) for line in lines if line[3] == "0A" and line[9] in own}
+
+
 def pin(pid: int, *cores: int) -> None:
     """Every thread of the process tree on these cores."""
     for one in tree(pid):
