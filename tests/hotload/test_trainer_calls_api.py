@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_hotload_api import DEPLOYMENT, Server, failed, serve, while_three_load
+from test_hotload_api import DEPLOYMENT, failed, serve, while_three_load
 
 from midstream.core.types import EngineCard, Pause, Stage
 from midstream.engine.vllm.arguments import vllm_card
@@ -17,8 +17,10 @@ def bad(answer: Any) -> tuple[int, str | None]:
     return answer.status_code, answer.json()["error"]["param"]
 
 
-def test_keep_is_refused_where_requests_cannot_stand_still_and_nothing_is_paused(tmp_path: Path) -> None:
-    async def work(server: Server) -> None:
+async def test_keep_is_refused_where_requests_cannot_stand_still_and_nothing_is_paused(
+    tmp_path: Path,
+) -> None:
+    async with serve(tmp_path) as server:
         lacking = tuple(feature for feature in EngineCard().features if feature != "freeze")
         server.report(0, card=EngineCard(features=lacking))
         server.report(1, card=EngineCard())
@@ -34,14 +36,12 @@ def test_keep_is_refused_where_requests_cannot_stand_still_and_nothing_is_paused
         assert bad(await server.http.post("/pause_generation", json={"mode": "retract"})) == (400, "mode")
         assert (await server.ledger.state(DEPLOYMENT)).pause == Pause()
 
-    serve(tmp_path, work)
-
 
 @pytest.mark.parametrize("leaves", [False, True])
-def test_a_pause_is_answered_once_every_replica_that_is_heard_has_ended_its_requests(
+async def test_a_pause_is_answered_once_every_replica_that_is_heard_has_ended_its_requests(
     tmp_path: Path, leaves: bool
 ) -> None:
-    async def work(server: Server) -> None:
+    async with serve(tmp_path) as server:
         wanted = Pause(1, "wait")
         server.report(0)
         server.report(1, pause=Pause(), in_flight=1)
@@ -65,16 +65,14 @@ def test_a_pause_is_answered_once_every_replica_that_is_heard_has_ended_its_requ
         assert (await asked).json() == {"status": "paused"}
         assert (await server.http.get("/is_paused")).json() == {"is_paused": True, "mode": "wait"}
 
-    serve(tmp_path, work)
-
 
 @pytest.mark.parametrize(
     ("then", "said"), [("/resume", "resumed"), ("/pause?mode=abort", "paused with abort")]
 )
-def test_a_pause_that_another_call_ended_is_a_conflict_and_resets_nothing(
+async def test_a_pause_that_another_call_ended_is_a_conflict_and_resets_nothing(
     tmp_path: Path, then: str, said: str
 ) -> None:
-    async def work(server: Server) -> None:
+    async with serve(tmp_path) as server:
         posted: list[str] = []
 
         async def post(view: object, path: str, body: bytes, expected: int) -> bytes:
@@ -97,11 +95,9 @@ def test_a_pause_that_another_call_ended_is_a_conflict_and_resets_nothing(
         assert posted == []
         assert (await other).status_code == 200
 
-    serve(tmp_path, work)
 
-
-def test_a_pause_that_is_asked_for_again_is_answered_with_the_last_one(tmp_path: Path) -> None:
-    async def work(server: Server) -> None:
+async def test_a_pause_that_is_asked_for_again_is_answered_with_the_last_one(tmp_path: Path) -> None:
+    async with serve(tmp_path) as server:
         server.report(0, pause=Pause(), in_flight=1)
         calls = []
         for serial in (1, 2):
@@ -112,11 +108,9 @@ def test_a_pause_that_is_asked_for_again_is_answered_with_the_last_one(tmp_path:
         server.replicas._changed()
         assert [(await call).status_code for call in calls] == [200, 200]
 
-    serve(tmp_path, work)
 
-
-def test_updates_without_a_name_get_growing_ones_and_the_same_files_keep_theirs(tmp_path: Path) -> None:
-    async def work(server: Server) -> None:
+async def test_updates_without_a_name_get_growing_ones_and_the_same_files_keep_theirs(tmp_path: Path) -> None:
+    async with serve(tmp_path) as server:
         for index in range(3):
             server.report(index)
 
@@ -137,13 +131,11 @@ def test_updates_without_a_name_get_growing_ones_and_the_same_files_keep_theirs(
         rows = {row.identity: row.reset_prompt_cache for row in await server.ledger.snapshots(DEPLOYMENT)}
         assert rows["update-000002-step-1"] == "none"
 
-    serve(tmp_path, work)
 
-
-def test_an_update_in_a_pause_that_holds_up_the_proof_is_answered_before_it(tmp_path: Path) -> None:
+async def test_an_update_in_a_pause_that_holds_up_the_proof_is_answered_before_it(tmp_path: Path) -> None:
     """prime-rl resumes only once its update was answered. Engines that can prove the weights in the pause do."""
 
-    async def work(server: Server) -> None:
+    async with serve(tmp_path) as server:
         card, keep = vllm_card("1", no_routes={}), Pause(1, "keep")
         for index in range(3):
             server.report(index, card=card)
@@ -175,16 +167,14 @@ def test_an_update_in_a_pause_that_holds_up_the_proof_is_answered_before_it(tmp_
         assert answer.status_code == 200, answer.text
         assert answer.json()["weight_version"] == desired.snapshot
 
-    serve(tmp_path, work)
-
 
 @pytest.mark.parametrize(("refused", "status"), [(1, 400), (0, 503)])
-def test_an_update_that_a_replica_fails_on_is_told_in_sglangs_shape(
+async def test_an_update_that_a_replica_fails_on_is_told_in_sglangs_shape(
     tmp_path: Path, refused: int, status: int
 ) -> None:
     """It is the trainer's fault only where every replica would fail on these files."""
 
-    async def work(server: Server) -> None:
+    async with serve(tmp_path) as server:
         for index in range(3):
             server.report(index)
         body = {"model_path": str(server.bucket / "x"), "weight_version": "7"}
@@ -201,16 +191,14 @@ def test_an_update_that_a_replica_fails_on_is_told_in_sglangs_shape(
         more = "" if refused else "; ask again"
         assert answer.json()["message"] == f"replica-1 could not load '7': {why}{more}"
 
-    serve(tmp_path, work)
-
 
 @pytest.mark.parametrize(
     "directory", ["{bucket}", "{bucket}/../outside", "relative", "s3://other/a", "{bucket}/a%2F..", ""]
 )
-def test_a_directory_outside_the_bucket_is_refused_and_signals_nothing(
+async def test_a_directory_outside_the_bucket_is_refused_and_signals_nothing(
     tmp_path: Path, directory: str
 ) -> None:
-    async def work(server: Server) -> None:
+    async with serve(tmp_path) as server:
         (tmp_path / "outside").mkdir()
         (tmp_path / "outside" / "config.json").write_text("{}")
         asked = directory.format(bucket=server.bucket)
@@ -218,11 +206,9 @@ def test_a_directory_outside_the_bucket_is_refused_and_signals_nothing(
         assert answer.status_code == 400
         assert await server.desired() is None
 
-    serve(tmp_path, work)
 
-
-def test_unknown_fields_are_refused_by_name(tmp_path: Path) -> None:
-    async def work(server: Server) -> None:
+async def test_unknown_fields_are_refused_by_name(tmp_path: Path) -> None:
+    async with serve(tmp_path) as server:
         body = {"model_path": str(server.bucket / "a"), "lora": "x"}
         assert bad(await server.http.post("/update_weights_from_disk", json=body)) == (400, "lora")
         assert bad(await server.http.post("/abort_request", json={})) == (400, "rid")
@@ -231,11 +217,9 @@ def test_unknown_fields_are_refused_by_name(tmp_path: Path) -> None:
         assert (answer.status_code, "version_uid" in answer.text) == (400, True)
         assert await server.desired() is None
 
-    serve(tmp_path, work)
 
-
-def test_calls_that_this_server_does_not_have_say_what_to_do(tmp_path: Path) -> None:
-    async def work(server: Server) -> None:
+async def test_calls_that_this_server_does_not_have_say_what_to_do(tmp_path: Path) -> None:
+    async with serve(tmp_path) as server:
         for path, instead in {
             "/sleep": "devices of their own",
             "/wake_up": "devices of their own",
@@ -253,5 +237,3 @@ def test_calls_that_this_server_does_not_have_say_what_to_do(tmp_path: Path) -> 
                 True,
                 True,
             )
-
-    serve(tmp_path, work)

@@ -72,10 +72,10 @@ def test_behind_a_pgbouncer_in_transaction_mode_each_call_does_what_it_says(
         asyncio.run(run(pool.url(postgres_url.rpartition("/")[2])))
 
 
-def test_gateways_whose_clocks_differ_judge_a_deadline_alike(postgres_url: str) -> None:
+async def test_gateways_whose_clocks_differ_judge_a_deadline_alike(postgres_url: str) -> None:
     members = (TransferMember("replica-0", "boot", 1),)
 
-    async def work(ledger: Ledger) -> None:
+    async with on_ledger(postgres_url) as ledger:
         behind, ahead = 0.0, 4e9
         ledger.now = lambda: behind
         group = await ledger.open_transfer(DEPLOYMENT, "g", members, "127.0.0.1:29500", 60.0)
@@ -90,23 +90,19 @@ def test_gateways_whose_clocks_differ_judge_a_deadline_alike(postgres_url: str) 
             assert not started.late(ledger.clock())
             assert started.late(ledger.clock() + 61.0)
 
-    on_ledger(postgres_url, work)
 
-
-def test_a_lost_connection_is_a_retryable_error_or_none(
+async def test_a_lost_connection_is_a_retryable_error_or_none(
     postgres_process: Postgres, postgres_url: str
 ) -> None:
-    async def work(ledger: Ledger) -> None:
+    async with on_ledger(postgres_url) as ledger:
         await signal(ledger, "a")
         with psycopg.connect(postgres_process.url("postgres"), autocommit=True) as db:
             db.execute("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname LIKE 'ledger-%'")
         assert (await signal(ledger, "b")).desired.generation == 2
         assert [row.identity for row in await ledger.snapshots(DEPLOYMENT)] == ["a", "b"]
 
-    on_ledger(postgres_url, work)
 
-
-def test_after_a_failover_no_connection_stays_with_the_server_that_takes_no_writes_any_more(
+async def test_after_a_failover_no_connection_stays_with_the_server_that_takes_no_writes_any_more(
     postgres_process: Postgres, postgres_url: str
 ) -> None:
     """A primary that became a standby answers reads, and refuses writes on the connections that it has.
@@ -115,7 +111,7 @@ def test_after_a_failover_no_connection_stays_with_the_server_that_takes_no_writ
     """
     name = postgres_url.rpartition("/")[2]
 
-    async def work(ledger: Ledger) -> None:
+    async with on_ledger(postgres_url) as ledger:
         await signal(ledger, "a")
         with psycopg.connect(postgres_process.url("postgres"), autocommit=True) as db:
             db.execute(f'ALTER DATABASE "{name}" SET default_transaction_read_only = on'.encode())
@@ -126,19 +122,15 @@ def test_after_a_failover_no_connection_stays_with_the_server_that_takes_no_writ
             db.execute(f'ALTER DATABASE "{name}" RESET default_transaction_read_only'.encode())
         assert (await signal(ledger, "b")).desired.generation == 2
 
-    on_ledger(postgres_url, work)
 
-
-def test_of_several_hosts_the_one_that_takes_writes_is_used(
+async def test_of_several_hosts_the_one_that_takes_writes_is_used(
     postgres_process: Postgres, postgres_url: str
 ) -> None:
     at = f"127.0.0.1:{postgres_process.port}"
     start, name = postgres_url.split(f"{at}/")
 
-    async def work(ledger: Ledger) -> None:
+    async with on_ledger(f"{start}/{name}?host=127.0.0.1:1&host={at}") as ledger:
         assert (await signal(ledger, "a")).desired.generation == 1
-
-    on_ledger(f"{start}/{name}?host=127.0.0.1:1&host={at}", work)
 
 
 def test_a_connection_that_begins_to_refuse_writes_is_given_up(postgres_url: str) -> None:
@@ -153,10 +145,12 @@ def test_a_connection_that_begins_to_refuse_writes_is_given_up(postgres_url: str
     database.close()
 
 
-def test_a_writer_that_waits_too_long_is_told_to_retry_and_readers_do_not_wait(postgres_url: str) -> None:
+async def test_a_writer_that_waits_too_long_is_told_to_retry_and_readers_do_not_wait(
+    postgres_url: str,
+) -> None:
     """Only waiting for a lock is made short: any statement can take long on a busy machine."""
 
-    async def work(ledger: Ledger) -> None:
+    async with on_ledger(f"{postgres_url}?options=-clock_timeout%3D200") as ledger:
         await signal(ledger, "a")
         with psycopg.connect(postgres_url) as holder:
             holder.execute("UPDATE deployments SET generation = 9")
@@ -168,8 +162,6 @@ def test_a_writer_that_waits_too_long_is_told_to_retry_and_readers_do_not_wait(p
             assert (state.desired.snapshot, state.desired.generation) == ("a", 1)
             holder.rollback()
         assert (await signal(ledger, "b")).changed
-
-    on_ledger(f"{postgres_url}?options=-clock_timeout%3D200", work)
 
 
 def test_processes_that_come_at_once_make_one_ledger_and_number_their_signals_together(
@@ -226,12 +218,12 @@ def test_what_a_url_asks_for_holds_and_its_secrets_are_shown_nowhere(
     assert PASSWORD not in str(refused.value) + caplog.text
 
 
-def test_a_database_that_says_nothing_any_more_holds_up_nobody(
+async def test_a_database_that_says_nothing_any_more_holds_up_nobody(
     postgres_process: Postgres, postgres_url: str, wire: Wire, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     url = postgres_url.replace(f":{postgres_process.port}/", f":{wire.port}/")
 
-    async def work(ledger: Ledger) -> None:
+    async with on_ledger(url) as ledger:
         await signal(ledger, "a")
         wire.silent()
         with monkeypatch.context() as patch:
@@ -252,13 +244,12 @@ def test_a_database_that_says_nothing_any_more_holds_up_nobody(
             await ledger.state(DEPLOYMENT)
 
     # And closes it while the database is silent.
-    on_ledger(url, work)
 
 
-def test_one_reading_sees_one_moment(postgres_url: str) -> None:
+async def test_one_reading_sees_one_moment(postgres_url: str) -> None:
     """A signal committed between two statements of a reader is seen by none of them."""
 
-    async def work(ledger: Ledger) -> None:
+    async with on_ledger(postgres_url) as ledger:
         await signal(ledger, "a")
         with ledger._database.read() as db:
             from midstream.ledger import deployments
@@ -268,5 +259,3 @@ def test_one_reading_sees_one_moment(postgres_url: str) -> None:
                 await signal(other, "b")
             assert deployments.find(db, DEPLOYMENT).desired_snapshot == before.desired_snapshot == "a"
         assert (await ledger.state(DEPLOYMENT)).snapshot == "b"
-
-    on_ledger(postgres_url, work)

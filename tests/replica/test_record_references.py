@@ -8,7 +8,8 @@ import os
 import struct
 import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import pairwise
 from pathlib import Path
@@ -39,23 +40,20 @@ ALL: dict[str, Any] = {"include_routing_matrix": True, "return_sampling_mask": T
 REFERENCE = {"return_record_reference": True}
 
 
-def play(
+@asynccontextmanager
+async def play(
     directory: Path,
-    scenario: Callable[[Running, str], Awaitable[None]],
     engine: FakeEngine | None = None,
     **bounds: Any,
-) -> None:
+) -> AsyncIterator[tuple[Running, str]]:
     """With a bucket of its own, unless bucket=False."""
     url = (directory / "bucket").as_uri()
 
-    async def main() -> None:
-        files = RecordFiles(url, "default", **bounds) if bounds.pop("bucket", True) else None
-        async with running(directory, engine or FakeEngine(), files=files) as here:
-            await scenario(here, url)
-        if files is not None:
-            files.close()
-
-    asyncio.run(main())
+    files = RecordFiles(url, "default", **bounds) if bounds.pop("bucket", True) else None
+    async with running(directory, engine or FakeEngine(), files=files) as here:
+        yield here, url
+    if files is not None:
+        files.close()
 
 
 async def post(here: Running, path: str, **fields: Any) -> Any:
@@ -112,7 +110,7 @@ def columns_of(found: ChoiceColumns) -> dict[str, Any]:
         ("/v1/chat/completions", CHAT | {"prompt_cache_key": "s"} | ALL),
     ],
 )
-def test_a_file_has_what_the_answer_would_have_had(
+async def test_a_file_has_what_the_answer_would_have_had(
     path: str, body: dict[str, Any], experts: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     top_k = 1 if experts > 256 else 2
@@ -154,17 +152,20 @@ def test_a_file_has_what_the_answer_would_have_had(
     engine = FakeEngine(experts=experts)
     # Its routes are two bytes.
     engine.info = msgspec.structs.replace(engine.info, top_k=top_k)
-    play(tmp_path, scenario, engine)
+    async with play(tmp_path, engine) as (here, url):
+        await scenario(here, url)
 
 
-def test_no_call_holds_the_interpreter_for_all_masks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_no_call_holds_the_interpreter_for_all_masks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     taken, make = list[int](), pyarrow.array
 
     def counted(given: Any, *rest: Any, **more: Any) -> Any:
         taken.append(len(given) if isinstance(given, list) else 0)
         return make(given, *rest, **more)
 
-    async def scenario(here: Running, url: str) -> None:
+    async with play(tmp_path) as (here, url):
         inline = (await post(here, "/v1/completions", n=3, **TEXT, **ALL)).json()
         monkeypatch.setattr(pyarrow, "array", counted)
         monkeypatch.setattr(referenced, "RECORDS_AT_A_TIME", 8)
@@ -173,13 +174,11 @@ def test_no_call_holds_the_interpreter_for_all_masks(tmp_path: Path, monkeypatch
         for one, choice in zip(found, inline["choices"], strict=True):
             assert columns_of(one)["routes"] == inline_of(choice)["routes"]
             assert one.sampling_masks().ids.tolist() == sampling_masks_of(choice).ids.tolist()
-
-    play(tmp_path, scenario)
     assert max(taken) == 8
 
 
-def test_a_swap_in_the_middle_is_in_the_labels_and_in_the_provenance(tmp_path: Path) -> None:
-    async def scenario(here: Running, url: str) -> None:
+async def test_a_swap_in_the_middle_is_in_the_labels_and_in_the_provenance(tmp_path: Path) -> None:
+    async with play(tmp_path) as (here, url):
         here.engine.tells_kv = True
         here.engine.kv_with = {4: (("base", 0, 5), ("s-1", 5, 6))}
         here.engine.allow(4)
@@ -192,17 +191,13 @@ def test_a_swap_in_the_middle_is_in_the_labels_and_in_the_provenance(tmp_path: P
         assert sum(span.end - span.start for span in found.snapshots) == 20 == len(found.token_ids)
         assert [span.snapshot for span in found.kv_snapshots] == ["base", "s-1"]
 
-    play(tmp_path, scenario)
 
-
-def test_a_choice_without_tokens_has_no_rows(tmp_path: Path) -> None:
-    async def scenario(here: Running, url: str) -> None:
+async def test_a_choice_without_tokens_has_no_rows(tmp_path: Path) -> None:
+    async with play(tmp_path) as (here, url):
         fields = {"max_tokens": 0, "prompt_logprobs": 0}
         whole = (await post(here, "/v1/completions", **TEXT, **ALL, **REFERENCE, **fields)).json()
         (found,) = read_reference(url, whole["record_reference"])
         assert (len(found.token_ids), found.snapshots) == (0, [])
-
-    play(tmp_path, scenario)
 
 
 @pytest.mark.parametrize(
@@ -215,15 +210,13 @@ def test_a_choice_without_tokens_has_no_rows(tmp_path: Path) -> None:
         ({"echo_last": 1}, "leave out echo"),
     ],
 )
-def test_what_a_file_does_not_have_is_refused_by_name(body: Any, word: str, tmp_path: Path) -> None:
-    async def scenario(here: Running, url: str) -> None:
+async def test_what_a_file_does_not_have_is_refused_by_name(body: Any, word: str, tmp_path: Path) -> None:
+    async with play(tmp_path) as (here, _url):
         answer = await here.http.post("/v1/completions", json={"model": MODEL, **TEXT, **REFERENCE, **body})
         error = answer.json()["error"]
         assert (answer.status_code, error["param"]) == (400, "return_record_reference")
         assert word in error["message"]
         assert here.engine.requests == []
-
-    play(tmp_path, scenario)
 
 
 async def refused(here: Running, status: int = 400) -> str:
@@ -234,42 +227,40 @@ async def refused(here: Running, status: int = 400) -> str:
     return message
 
 
-def test_a_server_without_a_bucket_refuses_by_name(tmp_path: Path) -> None:
-    async def scenario(here: Running, url: str) -> None:
+async def test_a_server_without_a_bucket_refuses_by_name(tmp_path: Path) -> None:
+    async with play(tmp_path, bucket=False) as (here, _url):
         assert "start it with --records URL" in await refused(here)
         assert here.engine.requests == []
 
-    play(tmp_path, scenario, bucket=False)
 
-
-def test_without_pyarrow_the_refusal_has_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_without_pyarrow_the_refusal_has_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(extras, "missing", list)
 
-    async def scenario(here: Running, url: str) -> None:
+    async with play(tmp_path) as (here, _url):
         assert "pip install 'midstream[parquet]'" in await refused(here)
-
-    play(tmp_path, scenario)
     with pytest.raises(RuntimeError, match=r"pip install 'midstream\[parquet\]'"):
         read_reference("file:///nowhere", {})
 
 
-def test_more_rows_than_a_file_may_have_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_more_rows_than_a_file_may_have_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("midstream.replica.response.referenced.COLUMNS_BYTES_MAX", 100)
 
-    async def scenario(here: Running, url: str) -> None:
+    async with play(tmp_path) as (here, _url):
         assert "lower n or max_tokens" in await refused(here)
-
-    play(tmp_path, scenario)
 
 
 @pytest.mark.parametrize(
     ("bound", "word"),
     [("MASKS_BYTES_MAX", "sampling masks of"), ("COLUMNS_BYTES_MAX", "records of")],
 )
-def test_records_that_no_reader_would_take_are_not_written(
+async def test_records_that_no_reader_would_take_are_not_written(
     bound: str, word: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def scenario(here: Running, url: str) -> None:
+    async with play(tmp_path) as (here, _url):
         fields = {"model": MODEL, "max_tokens": 16, **TEXT, **ALL, **REFERENCE}
         here.engine.allow(8)
         asked = asyncio.create_task(here.http.post("/v1/completions", json=fields))
@@ -281,13 +272,11 @@ def test_records_that_no_reader_would_take_are_not_written(
         assert word in answer.json()["error"]["message"]
         assert not (tmp_path / "bucket").exists()
 
-    play(tmp_path, scenario)
 
-
-def test_a_bucket_that_does_not_take_the_file_fails_the_request(tmp_path: Path) -> None:
+async def test_a_bucket_that_does_not_take_the_file_fails_the_request(tmp_path: Path) -> None:
     (tmp_path / "bucket").write_text("a file where a directory should be")
 
-    async def scenario(here: Running, url: str) -> None:
+    async with play(tmp_path) as (here, _url):
         assert "cannot be stored" in await refused(here, 507)
         fields = {"model": MODEL, **TEXT, **REFERENCE, "stream": True}
         *_, last = sse((await here.http.post("/v1/completions", json=fields)).text)
@@ -295,8 +284,6 @@ def test_a_bucket_that_does_not_take_the_file_fails_the_request(tmp_path: Path) 
         stats = here.replica.report().record_files
         assert stats is not None
         assert (stats.failed, stats.written) == (2, 0)
-
-    play(tmp_path, scenario)
 
 
 def test_a_bucket_that_does_not_answer_fails_those_that_wait_behind_it(
@@ -357,13 +344,11 @@ def test_tokens_go_before_files(tmp_path: Path) -> None:
     assert seen == [min(here + record_files.NICENESS, 19)]
 
 
-def test_a_full_bucket_refuses_before_anything_is_generated(tmp_path: Path) -> None:
-    async def scenario(here: Running, url: str) -> None:
+async def test_a_full_bucket_refuses_before_anything_is_generated(tmp_path: Path) -> None:
+    async with play(tmp_path, bytes_max=10) as (here, _url):
         await post(here, "/v1/completions", **TEXT, **REFERENCE)
         assert "records.files_max is 10" in await refused(here, 507)
         assert len(here.engine.requests) == 1
-
-    play(tmp_path, scenario, bytes_max=10)
 
 
 def test_only_old_record_files_are_removed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -517,14 +502,12 @@ def test_directories_that_a_file_brings_survive_a_power_cut(
     assert {*synced} == {tmp_path, bucket, bucket / "record-files", bucket / "record-files" / "default"}
 
 
-def test_a_stream_by_reference_is_not_offered_for_resumption(tmp_path: Path) -> None:
-    async def scenario(here: Running, url: str) -> None:
+async def test_a_stream_by_reference_is_not_offered_for_resumption(tmp_path: Path) -> None:
+    async with play(tmp_path) as (here, _url):
         for more, resumable in ((ALL, True), (ALL | REFERENCE, False)):
             fields = {"model": MODEL, "stream": True, **TEXT, **more}
             answer = await here.http.post("/v1/completions", json=fields, headers={HEADER_RESUMABLE: "1"})
             assert (MARK.decode() in answer.text) == resumable
-
-    play(tmp_path, scenario)
 
 
 @pytest.mark.parametrize("prompt", [0, 1, GROUP_TOKENS - 1, GROUP_TOKENS, 5000])

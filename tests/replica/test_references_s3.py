@@ -6,8 +6,8 @@ import asyncio
 import threading
 import urllib.error
 import urllib.request
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -27,14 +27,15 @@ from midstream.snapshots.store.objects import CLOCK, files_seen
 Scenario = Callable[[Running], Awaitable[None]]
 
 
-def play(directory: Path, url: str, scenario: Scenario) -> None:
-    async def main() -> None:
-        files = RecordFiles(url, "default")
-        async with running(directory, FakeEngine(), files=files) as here:
-            await scenario(here)
-        files.close()
-
-    asyncio.run(main())
+@asynccontextmanager
+async def play(
+    directory: Path,
+    url: str,
+) -> AsyncIterator[Running]:
+    files = RecordFiles(url, "default")
+    async with running(directory, FakeEngine(), files=files) as here:
+        yield here
+    files.close()
 
 
 class FaultyStore(ThreadingHTTPServer):
@@ -117,10 +118,10 @@ def url_of(tmp_path: Path) -> str:
     return f"s3://records/{tmp_path.name}"
 
 
-def test_the_whole_circle(faulty: FaultyStore, tmp_path: Path) -> None:
+async def test_the_whole_circle(faulty: FaultyStore, tmp_path: Path) -> None:
     url = url_of(tmp_path)
 
-    async def scenario(here: Running) -> None:
+    async with play(tmp_path, url) as here:
         inline = (await post(here, "/v1/completions", perf_metrics_in_response=True, **TEXT, **ALL)).json()
         whole = (await post(here, "/v1/completions", **TEXT, **ALL, **REFERENCE)).json()
         (found,) = read_reference(url, whole["record_reference"])
@@ -131,16 +132,12 @@ def test_the_whole_circle(faulty: FaultyStore, tmp_path: Path) -> None:
             same(choice, shown, url)
         assert len(choice["routing_references"]["files"]) == 2
 
-    play(tmp_path, url, scenario)
 
-
-def test_the_age_of_files_is_by_the_clock_of_the_store(faulty: FaultyStore, tmp_path: Path) -> None:
+async def test_the_age_of_files_is_by_the_clock_of_the_store(faulty: FaultyStore, tmp_path: Path) -> None:
     url = url_of(tmp_path)
 
-    async def scenario(here: Running) -> None:
+    async with play(tmp_path, url) as here:
         await post(here, "/v1/completions", **TEXT, **REFERENCE)
-
-    play(tmp_path, url, scenario)
     for keep_s, left in ((3600.0, 1), (-3600.0, 0)):
         files = RecordFiles(url, "default", keep_s=keep_s)
         files.sweep()
@@ -151,10 +148,10 @@ def test_the_age_of_files_is_by_the_clock_of_the_store(faulty: FaultyStore, tmp_
         files.close()
 
 
-def test_a_slow_store_holds_up_no_other_request(faulty: FaultyStore, tmp_path: Path) -> None:
+async def test_a_slow_store_holds_up_no_other_request(faulty: FaultyStore, tmp_path: Path) -> None:
     url = url_of(tmp_path)
 
-    async def scenario(here: Running) -> None:
+    async with play(tmp_path, url) as here:
         faulty.holds = threading.Event()
         waits = asyncio.create_task(sent(here, {STORE: url}, **FILES))
         await asyncio.to_thread(faulty.came.wait)
@@ -164,27 +161,23 @@ def test_a_slow_store_holds_up_no_other_request(faulty: FaultyStore, tmp_path: P
         (choice,) = (await waits).json()["choices"]
         assert len(read_routes(choice["routing_references"]).routes) == 20
 
-    play(tmp_path, url, scenario)
 
-
-def test_a_write_that_fails_for_a_moment_is_tried_again(faulty: FaultyStore, tmp_path: Path) -> None:
+async def test_a_write_that_fails_for_a_moment_is_tried_again(faulty: FaultyStore, tmp_path: Path) -> None:
     url = url_of(tmp_path)
 
-    async def scenario(here: Running) -> None:
+    async with play(tmp_path, url) as here:
         faulty.refuses = [503, 500]
         (choice,) = await choices(here, {STORE: url}, **FILES)
         assert read_routes(choice["routing_references"]).known.all()
         assert faulty.refuses == []
 
-    play(tmp_path, url, scenario)
 
-
-def test_a_store_that_refuses_ends_the_answer_with_the_reason_and_no_secret(
+async def test_a_store_that_refuses_ends_the_answer_with_the_reason_and_no_secret(
     faulty: FaultyStore, tmp_path: Path
 ) -> None:
     url = url_of(tmp_path)
 
-    async def scenario(here: Running) -> None:
+    async with play(tmp_path, url) as here:
         faulty.refuses = [403] * 2
         plain = await sent(here, {STORE: url}, **FILES)
         assert (plain.status_code, plain.json()["error"]["code"]) == (507, "records_not_stored")
@@ -196,15 +189,13 @@ def test_a_store_that_refuses_ends_the_answer_with_the_reason_and_no_secret(
         # Rows of an answer that nobody got are not referred to.
         assert await reused(here, {STORE: url}) == 0
 
-    play(tmp_path, url, scenario)
 
-
-def test_a_file_that_the_store_lost_is_named_and_never_referred_to_again(
+async def test_a_file_that_the_store_lost_is_named_and_never_referred_to_again(
     s3: S3Server, faulty: FaultyStore, tmp_path: Path
 ) -> None:
     url = url_of(tmp_path)
 
-    async def scenario(here: Running) -> None:
+    async with play(tmp_path, url) as here:
         (choice,) = await choices(here, {STORE: url}, echo=True, **FILES)
         (file,) = choice["routing_references"]["files"]
         assert await reused(here, {STORE: url}) > 0
@@ -218,5 +209,3 @@ def test_a_file_that_the_store_lost_is_named_and_never_referred_to_again(
         with pytest.raises(RecordFileError, match=f"{file['file']}: is gone"):
             read_routes(choice["routing_references"])
         assert await reused(here, {STORE: url}) > 0
-
-    play(tmp_path, url, scenario)

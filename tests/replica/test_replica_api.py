@@ -120,13 +120,13 @@ async def test_a_streamed_chat_through_the_sdk(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("n", [1, 2])
-def test_the_sdks_helper_counts_the_numbers_of_each_token_once(tmp_path: Path, n: int) -> None:
+async def test_the_sdks_helper_counts_the_numbers_of_each_token_once(tmp_path: Path, n: int) -> None:
     """Helpers take numbers twice that come with the chunk that opens a choice: openai-node#2444, openai-ruby#564.
 
     The Python SDK does so with each choice but the first.
     """
 
-    async def scenario(here: Running) -> None:
+    async with running(tmp_path, FakeEngine()) as here:
         asked: Any = {"model": MODEL, "messages": HI, "max_tokens": 3, "n": n, "logprobs": True}
         body = {"return_token_ids": True}
         async with here.sdk.chat.completions.stream(**asked, extra_body=body) as stream:
@@ -142,8 +142,6 @@ def test_the_sdks_helper_counts_the_numbers_of_each_token_once(tmp_path: Path, n
             assert (second.delta.role, second.delta.content) == (None, "he")
         prompts = [chunk.to_dict().get("prompt_token_ids") for chunk in chunks]
         assert [ids for ids in prompts if ids is not None] == [list(CHAT_PROMPT)] * n
-
-    play(tmp_path, FakeEngine, scenario)
 
 
 LINE_ENDS = "a\u2028b\u2029c\x85d"

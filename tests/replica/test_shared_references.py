@@ -88,7 +88,7 @@ def same(choice: dict[str, Any], inline: dict[str, Any], url: str) -> None:
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}], "echo": True}),
     ],
 )
-def test_each_position_has_the_row_that_it_has_inline(
+async def test_each_position_has_the_row_that_it_has_inline(
     path: str, fields: dict[str, Any], experts: int, *, stream: bool, tmp_path: Path
 ) -> None:
     async def scenario(here: Running, url: str) -> None:
@@ -102,11 +102,12 @@ def test_each_position_has_the_row_that_it_has_inline(
 
     engine = FakeEngine(experts=experts)
     engine.info = msgspec.structs.replace(engine.info, top_k=1 if experts > 256 else 2)
-    play(tmp_path, scenario, engine)
+    async with play(tmp_path, engine) as (here, url):
+        await scenario(here, url)
 
 
-def test_router_weights_beside_a_file_are_in_the_order_of_its_routes(tmp_path: Path) -> None:
-    async def scenario(here: Running, url: str) -> None:
+async def test_router_weights_beside_a_file_are_in_the_order_of_its_routes(tmp_path: Path) -> None:
+    async with play(tmp_path) as (here, url):
         weighed = {"return_router_weights": True, "echo": True}
         (inline,) = await choices(here, {}, **INLINE, **weighed)
         # The rows of this one are without an order, so the next one must not refer to them.
@@ -126,11 +127,9 @@ def test_router_weights_beside_a_file_are_in_the_order_of_its_routes(tmp_path: P
             != choice["routing_references"]["files"][-1]["file"]
         )
 
-    play(tmp_path, scenario)
 
-
-def test_one_column_may_be_inline_and_the_other_in_a_file(tmp_path: Path) -> None:
-    async def scenario(here: Running, url: str) -> None:
+async def test_one_column_may_be_inline_and_the_other_in_a_file(tmp_path: Path) -> None:
+    async with play(tmp_path) as (here, url):
         (inline,) = await choices(here, {}, **INLINE)
         (masks,) = await choices(
             here, {STORE: url}, include_routing_matrix=True, sampling_mask="parquet_v1", logprobs=True
@@ -142,8 +141,6 @@ def test_one_column_may_be_inline_and_the_other_in_a_file(tmp_path: Path) -> Non
         (bare,) = answer.json()["choices"]
         assert bare["logprobs"] is None
         assert len(read_routes(bare["routing_references"]).routes) == len(ids(PROMPT)) + 20
-
-    play(tmp_path, scenario)
 
 
 Reused = Callable[[Running, str], Awaitable[int]]
@@ -161,8 +158,8 @@ async def reused(here: Running, headers: Headers, prompt: str = PROMPT) -> int:
     )
 
 
-def test_a_prompts_rows_are_written_once_for_each_owner(tmp_path: Path) -> None:
-    async def scenario(here: Running, url: str) -> None:
+async def test_a_prompts_rows_are_written_once_for_each_owner(tmp_path: Path) -> None:
+    async with play(tmp_path) as (here, url):
         headers = {STORE: url}
         whole = (len(ids(PROMPT)) - 1) // ROWS * ROWS
         assert await reused(here, headers) == 0
@@ -173,10 +170,8 @@ def test_a_prompts_rows_are_written_once_for_each_owner(tmp_path: Path) -> None:
         assert await reused(here, headers | {"x-midstream-tenant": "another"}) == 0
         assert await reused(here, headers | {"x-prompt-cache-isolation-key": "another"}) == 0
 
-    play(tmp_path, scenario)
 
-
-def test_a_long_session_does_not_end_in_ever_more_files(tmp_path: Path) -> None:
+async def test_a_long_session_does_not_end_in_ever_more_files(tmp_path: Path) -> None:
     async def scenario(here: Running, url: str) -> None:
         counts = list[int]()
         for turn in range(1, FILES_MAX + 4):
@@ -190,13 +185,14 @@ def test_a_long_session_does_not_end_in_ever_more_files(tmp_path: Path) -> None:
 
     engine = FakeEngine()
     engine.info = msgspec.structs.replace(engine.info, max_model_len=4096)
-    play(tmp_path, scenario, engine)
+    async with play(tmp_path, engine) as (here, url):
+        await scenario(here, url)
 
 
-def test_rows_of_a_file_that_goes_too_early_are_written_again(tmp_path: Path) -> None:
+async def test_rows_of_a_file_that_goes_too_early_are_written_again(tmp_path: Path) -> None:
     now = [1000.0]
 
-    async def scenario(here: Running, url: str) -> None:
+    async with play(tmp_path, keep_s=600.0, monotonic=lambda: now[0]) as (here, url):
         headers = {STORE: url, STAY: "400"}
         assert await reused(here, headers) == 0
         now[0] = 1199.0
@@ -207,8 +203,6 @@ def test_rows_of_a_file_that_goes_too_early_are_written_again(tmp_path: Path) ->
         # Without a lifetime it is six hours, or as long as any file stays.
         now[0] = 1202.0
         assert await reused(here, {STORE: url}) == 0
-
-    play(tmp_path, scenario, keep_s=600.0, monotonic=lambda: now[0])
 
 
 @pytest.mark.parametrize(
@@ -231,23 +225,21 @@ def test_rows_of_a_file_that_goes_too_early_are_written_again(tmp_path: Path) ->
         ({}, {"sampling_mask": True}, "sampling_mask: ", "sampling_mask"),
     ],
 )
-def test_what_cannot_be_is_refused_by_name(
+async def test_what_cannot_be_is_refused_by_name(
     headers: Headers, fields: dict[str, Any], message: str, param: str, tmp_path: Path
 ) -> None:
-    async def scenario(here: Running, url: str) -> None:
+    async with play(tmp_path, keep_s=600.0) as (here, url):
         given = {STORE: url} | headers if STAY in headers or "return_record_reference" in fields else headers
         answer = await sent(here, given, **fields)
         error = answer.json()["error"]
         assert (answer.status_code, error["param"]) == (400, param)
         assert message in error["message"]
 
-    play(tmp_path, scenario, keep_s=600.0)
 
-
-def test_a_server_without_a_bucket_gives_the_answer_at_which_clients_take_routes_inline(
+async def test_a_server_without_a_bucket_gives_the_answer_at_which_clients_take_routes_inline(
     tmp_path: Path,
 ) -> None:
-    async def scenario(here: Running, url: str) -> None:
+    async with play(tmp_path, bucket=False) as (here, url):
         answer = await sent(here, {STORE: url}, **FILES)
         expected = "Extra inputs are not permitted, field: 'routing_matrix_format'"
         assert (answer.status_code, answer.json()["error"]["message"]) == (400, expected)
@@ -255,17 +247,13 @@ def test_a_server_without_a_bucket_gives_the_answer_at_which_clients_take_routes
         assert masks["message"].startswith("Extra inputs are not permitted, field: 'sampling_mask'")
         assert "--records URL" in masks["message"]
 
-    play(tmp_path, scenario, bucket=False)
 
-
-def test_references_that_cannot_be_are_refused(tmp_path: Path) -> None:
+async def test_references_that_cannot_be_are_refused(tmp_path: Path) -> None:
     good: list[dict[str, Any]] = []
 
-    async def scenario(here: Running, url: str) -> None:
+    async with play(tmp_path) as (here, url):
         (choice,) = await choices(here, {STORE: url}, echo=True, **FILES)
         good.append(choice["routing_references"])
-
-    play(tmp_path, scenario)
     (given,) = good
     first, *rest = given["spans"]
     changed: list[tuple[dict[str, Any], str]] = [

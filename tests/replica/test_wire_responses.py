@@ -518,13 +518,15 @@ def test_a_resumed_request_is_read_without_what_it_continues() -> None:
 
 
 @pytest.mark.parametrize("alone", [False, True])
-def test_tools_that_are_no_functions_are_ignored_with_unknown_fields(tmp_path: Path, alone: bool) -> None:
+async def test_tools_that_are_no_functions_are_ignored_with_unknown_fields(
+    tmp_path: Path, alone: bool
+) -> None:
     """Codex always sends some: codex#10635, llama.cpp#23041, command-code#885."""
     function = {"type": "function", "name": "shell", "parameters": {"type": "object", "properties": {}}}
     others = [{"type": "custom", "name": "apply_patch"}, {"type": "web_search"}]
     tools = others if alone else [others[0], function, others[1]]
 
-    async def scenario(here: Running) -> None:
+    async with play(tmp_path, lambda: an_engine("a", tools=True), tools=True) as here:
         headers = {"x-midstream-unknown-fields": "ignore"}
         answer = await ask(here, headers=headers, tools=tools, client_metadata={"x": "1"})
         assert answer.status_code == 200, answer.text
@@ -534,5 +536,3 @@ def test_tools_that_are_no_functions_are_ignored_with_unknown_fields(tmp_path: P
         refused = await ask(here, tools=tools)
         assert refused.status_code == 400
         assert refused.json()["error"]["message"].startswith("tools[0].type: tools of type 'custom' are not")
-
-    play(tmp_path, scenario, lambda: an_engine("a", tools=True), tools=True)

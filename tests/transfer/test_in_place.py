@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from replica_fakes import FakeSource
 from safetensors.numpy import load_file, save_file
-from test_replica_pins import in_a_loop
 from torch.distributed import TCPStore
 
 from midstream.core.errors import Conflict, InvalidRequest, ReplicaUnavailable
@@ -158,7 +157,6 @@ class Here:
         return [one for one in self.cache.root.iterdir() if one.is_dir()]
 
 
-@in_a_loop
 async def test_the_file_has_what_the_engine_was_given(tmp_path: Path) -> None:
     here = Here(tmp_path)
     await here.opened()
@@ -184,7 +182,6 @@ async def test_the_file_has_what_the_engine_was_given(tmp_path: Path) -> None:
     await here.transfers.close()
 
 
-@in_a_loop
 async def test_no_part_is_read_again_that_the_engine_has_digested(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -217,7 +214,6 @@ async def test_no_part_is_read_again_that_the_engine_has_digested(
 
 
 @pytest.mark.parametrize("finite", [(True, True), (True, False), (False, True)])
-@in_a_loop
 async def test_numbers_are_looked_at_again_unless_the_engine_saw_that_all_are_finite(
     tmp_path: Path, finite: tuple[bool, bool]
 ) -> None:
@@ -238,7 +234,6 @@ async def test_numbers_are_looked_at_again_unless_the_engine_saw_that_all_are_fi
     assert made_finite(newer)
 
 
-@in_a_loop
 async def test_the_file_is_digested_while_the_engine_finishes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -261,7 +256,6 @@ async def test_the_file_is_digested_while_the_engine_finishes(
     await here.transfers.close()
 
 
-@in_a_loop
 async def test_a_file_that_cannot_be_completed_gives_the_engine_up_that_finishes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -281,7 +275,6 @@ async def test_a_file_that_cannot_be_completed_gives_the_engine_up_that_finishes
     await here.transfers.close()
 
 
-@in_a_loop
 async def test_an_engine_that_waits_for_another_name_holds_what_was_written(tmp_path: Path) -> None:
     here = Here(tmp_path)
     received = await here.whole()
@@ -302,7 +295,6 @@ async def test_an_engine_that_waits_for_another_name_holds_what_was_written(tmp_
         ([INFO, {**INFO, "names": ["a", "b"]}], "update_info"),
     ],
 )
-@in_a_loop
 async def test_tensors_that_do_not_fit_are_refused_by_name_before_the_engine_hears_of_them(
     tmp_path: Path, info: Any, param: str
 ) -> None:
@@ -321,7 +313,6 @@ def test_what_is_said_to_every_rank_alike_is_one_update() -> None:
     assert tensors_of(UpdateInfo(fields=[INFO, {**INFO, "more": 2}])).names == ("b", "a")
 
 
-@in_a_loop
 async def test_an_update_that_is_dropped_gives_the_engine_up_and_leaves_no_file(tmp_path: Path) -> None:
     here = Here(tmp_path)
     await here.opened()
@@ -333,7 +324,6 @@ async def test_an_update_that_is_dropped_gives_the_engine_up_and_leaves_no_file(
     await until_none(lambda: here.directories)
 
 
-@in_a_loop
 async def test_the_engine_computes_until_the_first_tensor_comes_and_stands_still_once(tmp_path: Path) -> None:
     here = Here(tmp_path)
     await here.opened()
@@ -347,7 +337,6 @@ async def test_the_engine_computes_until_the_first_tensor_comes_and_stands_still
     await here.transfers.close()
 
 
-@in_a_loop
 async def test_an_update_does_not_begin_over_one_that_is_not_over(tmp_path: Path) -> None:
     here = Here(tmp_path)
     await here.join()
@@ -359,7 +348,6 @@ async def test_an_update_does_not_begin_over_one_that_is_not_over(tmp_path: Path
 
 
 @pytest.mark.parametrize("step", ["join", "hold", "write", "finish"])
-@in_a_loop
 async def test_a_step_that_fails_gives_the_engine_up(tmp_path: Path, step: str) -> None:
     here = Here(tmp_path)
     here.weights.fails[step] = TransferFailed("lost the trainer")
@@ -370,7 +358,6 @@ async def test_a_step_that_fails_gives_the_engine_up(tmp_path: Path, step: str) 
     await until_none(lambda: here.directories)
 
 
-@in_a_loop
 async def test_what_vllm_refuses_of_an_init_is_the_trainers(tmp_path: Path) -> None:
     here = Here(tmp_path)
     here.weights.fails["join"] = TransferRefused("no such field: x")
@@ -380,7 +367,6 @@ async def test_what_vllm_refuses_of_an_init_is_the_trainers(tmp_path: Path) -> N
     await here.transfers.close()
 
 
-@in_a_loop
 async def test_a_group_that_ends_while_the_engine_is_stopped_gives_it_up_once_it_stands(
     tmp_path: Path,
 ) -> None:
@@ -399,7 +385,6 @@ async def test_a_group_that_ends_while_the_engine_is_stopped_gives_it_up_once_it
     await here.transfers.close()
 
 
-@in_a_loop
 async def test_a_part_that_ends_while_the_one_before_it_leaves_has_no_rank_join(tmp_path: Path) -> None:
     here = Here(tmp_path)
     await here.join()
@@ -419,7 +404,6 @@ async def test_a_part_that_ends_while_the_one_before_it_leaves_has_no_rank_join(
     await here.transfers.close()
 
 
-@in_a_loop
 async def test_a_part_ends_with_the_server_of_its_ranks(tmp_path: Path) -> None:
     here = Here(tmp_path)
     await here.opened()
@@ -432,7 +416,6 @@ async def test_a_part_ends_with_the_server_of_its_ranks(tmp_path: Path) -> None:
     await here.transfers.close()
 
 
-@in_a_loop
 async def test_a_trainer_is_looked_for_where_it_said_it_is(tmp_path: Path) -> None:
     here = Here(tmp_path)
     with socket.create_server(("127.0.0.1", 0)) as store:
@@ -442,7 +425,6 @@ async def test_a_trainer_is_looked_for_where_it_said_it_is(tmp_path: Path) -> No
     await here.transfers.close()
 
 
-@in_a_loop
 async def test_what_is_silent_at_a_dead_trainers_port_does_not_keep_its_group(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

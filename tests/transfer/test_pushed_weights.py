@@ -74,32 +74,29 @@ async def serves_push(replica: Replica) -> None:
             await replica.changed(1.0)
 
 
-def test_what_was_pushed_is_loaded_from_here_and_then_kept(
+async def test_what_was_pushed_is_loaded_from_here_and_then_kept(
     tmp_path: Path, tiny_model: Callable[..., Path]
 ) -> None:
     base, newer = tiny_model(layers=1, hidden=64), tiny_model(layers=1, hidden=64, seed=1)
     bucket = tmp_path / "bucket"
 
-    async def main() -> None:
-        replica = replica_of(base, tmp_path)
-        await replica.start()
-        received = await pushed(replica, newer / WEIGHTS_FILE)
-        replica.desire(desired_of(received, bucket))
-        await serves_push(replica)
-        bucket.mkdir()
-        kept = Keep(
-            group="g",
-            boot="",
-            within_s=SOON_S,
-            snapshot="push-1",
-            bucket=f"file://{bucket}",
-            content=received.content,
-        )
-        await replica.transfers.answer(kept)
-        assert directory_content(bucket / "push-1", [CONFIG_FILE, WEIGHTS_FILE]) == received.content
-        await replica.close()
-
-    asyncio.run(main())
+    replica = replica_of(base, tmp_path)
+    await replica.start()
+    received = await pushed(replica, newer / WEIGHTS_FILE)
+    replica.desire(desired_of(received, bucket))
+    await serves_push(replica)
+    bucket.mkdir()
+    kept = Keep(
+        group="g",
+        boot="",
+        within_s=SOON_S,
+        snapshot="push-1",
+        bucket=f"file://{bucket}",
+        content=received.content,
+    )
+    await replica.transfers.answer(kept)
+    assert directory_content(bucket / "push-1", [CONFIG_FILE, WEIGHTS_FILE]) == received.content
+    await replica.close()
 
 
 @pytest.fixture
@@ -127,30 +124,27 @@ def spoilt(weights: Path, directory: Path, number: float) -> tuple[Path, str]:
 @pytest.mark.parametrize(
     ("dtype", "number"), [("float32", float("nan")), ("bfloat16", float("-inf")), ("float16", float("nan"))]
 )
-def test_a_pushed_number_that_is_not_finite_is_named_and_never_serves(
+async def test_a_pushed_number_that_is_not_finite_is_named_and_never_serves(
     tmp_path: Path, tiny_model: Callable[..., Path], compiled: None, dtype: str, number: float
 ) -> None:
     base = tiny_model(layers=1, hidden=64, dtype=dtype)
     file, named = spoilt(base / WEIGHTS_FILE, tmp_path / "bad", number)
 
-    async def main() -> None:
-        replica = replica_of(base, tmp_path)
-        await replica.start()
-        received = await pushed(replica, file)
-        replica.desire(desired_of(received, tmp_path / "bucket"))
-        machine = replica.own.driver.machine
-        async with asyncio.timeout(SOON_S):
-            while machine.error is None:
-                await replica.changed(1.0)
-        assert machine.error.startswith(named)
-        assert replica.report().own.snapshot != "push-1"
-        await replica.close()
-
-    asyncio.run(main())
+    replica = replica_of(base, tmp_path)
+    await replica.start()
+    received = await pushed(replica, file)
+    replica.desire(desired_of(received, tmp_path / "bucket"))
+    machine = replica.own.driver.machine
+    async with asyncio.timeout(SOON_S):
+        while machine.error is None:
+            await replica.changed(1.0)
+    assert machine.error.startswith(named)
+    assert replica.report().own.snapshot != "push-1"
+    await replica.close()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_pushed_numbers_are_seen_as_they_are_digested_and_not_read_again(
+async def test_pushed_numbers_are_seen_as_they_are_digested_and_not_read_again(
     tmp_path: Path,
     tiny_model: Callable[..., Path],
     compiled: None,
@@ -161,20 +155,17 @@ def test_pushed_numbers_are_seen_as_they_are_digested_and_not_read_again(
     read: list[Path] = []
     monkeypatch.setattr(source_module, "check_finite", lambda path, *_, **__: read.append(path))
 
-    async def main() -> None:
-        replica = replica_of(base, tmp_path)
-        await replica.start()
-        received = await pushed(replica, newer / WEIGHTS_FILE)
-        replica.desire(desired_of(received, tmp_path / "bucket"))
-        await serves_push(replica)
-        assert read == []
-        # The files lay in the cache meanwhile.
-        source = replica.own.driver._files.source
-        desired = desired_of(received, tmp_path / "bucket")
-        path = await source.fetch(desired)
-        assert path is not None
-        await source.verify(path, desired)
-        assert read == [path]
-        await replica.close()
-
-    asyncio.run(main())
+    replica = replica_of(base, tmp_path)
+    await replica.start()
+    received = await pushed(replica, newer / WEIGHTS_FILE)
+    replica.desire(desired_of(received, tmp_path / "bucket"))
+    await serves_push(replica)
+    assert read == []
+    # The files lay in the cache meanwhile.
+    source = replica.own.driver._files.source
+    desired = desired_of(received, tmp_path / "bucket")
+    path = await source.fetch(desired)
+    assert path is not None
+    await source.verify(path, desired)
+    assert read == [path]
+    await replica.close()
