@@ -28,7 +28,9 @@ WALL_CLOCK = re.compile(r"\btime\.time(_ns)?\b|\bdatetime\.(now|utcnow|today)\b"
 def defined_in(file: str) -> frozenset[str]:
     path = ROOT / file
     tree = ast.parse(path.read_text()) if path.exists() else ast.parse("")
-    return frozenset(node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))
+    return frozenset(
+        node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    )
 
 
 @pytest.mark.parametrize(("file", "test"), sorted(set(NAMED)))
