@@ -24,7 +24,7 @@ from test_vllm_both_numbers import extension
 from test_vllm_masks import with_scheduler
 from test_vllm_scoring import PROMPT, prompt_of
 from tiers import examples
-from vllm_helpers import Reading, asking, attached, begun, in_a_loop
+from vllm_helpers import Reading, asking, attached, begun
 
 from midstream.core.types import GenerateRequest
 from midstream.engine.servers.model import Shape
@@ -387,7 +387,6 @@ def routed(name: str, **fields: Any) -> GenerateRequest:
     return replace(asking(name, **fields), want_routes=True)
 
 
-@in_a_loop
 async def test_tokens_come_with_their_routes_as_they_are_sampled(tmp_path: Path) -> None:
     async with attached(tmp_path, set_up=noting) as (engine, fake):
         assert engine._info().card.has("routes")
@@ -413,7 +412,6 @@ async def test_tokens_come_with_their_routes_as_they_are_sampled(tmp_path: Path)
         assert [r.router_weights for r in records] == [weights_bytes(size - 1 + i) for i in range(4)]
 
 
-@in_a_loop
 async def test_routes_of_a_prompt_come_with_its_scores(tmp_path: Path) -> None:
     async with attached(tmp_path, set_up=noting) as (engine, fake):
         asked = routed("scored", prompt=PROMPT, max_tokens=0, prompt_records=5)
