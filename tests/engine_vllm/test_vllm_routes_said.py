@@ -99,8 +99,10 @@ class MoERunner:
 
 
 class Model:
+    routed = tuple(range(LAYERS))
+
     def __init__(self) -> None:
-        self.layers = [MoERunner(layer) for layer in range(LAYERS)]
+        self.layers = [MoERunner(layer) for layer in self.routed]
 
     def modules(self) -> list[Any]:
         return [self, *self.layers]
@@ -273,6 +275,54 @@ def test_what_no_router_wrote_is_not_sent(routes: Any, capturing: Any) -> None:
     assert (passes.first, passes.count) == (3, 0)
     with pytest.raises(InvalidRoutes, match="--enforce-eager"):
         routes_with([passes], SHAPE, first=3, count=1)
+
+
+def test_layers_without_experts_have_no_notes_and_the_others_do(
+    routes: Any, capturing: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the first layers of many models."""
+    monkeypatch.setattr(Model, "routed", SHAPE.moe_layers)
+    runner = running(routes, {"a": (4, 2)}, "a")
+    passes = said(runner.step({"a": 4}), "a")
+    assert routes_with([passes], SHAPE, first=2, count=2, weights=True) == [
+        tuple(part[len(part) // LAYERS :] for part in expected("a", position, weights=True) if part)
+        for position in (2, 3)
+    ]
+
+
+def test_weights_that_a_layer_does_not_note_are_not_finite(routes: Any, capturing: Any) -> None:
+    runner = running(routes, {"a": (4, 3)}, "a")
+    router = runner.model.layers[1].router
+    router.select_experts = partial(Router.select_experts, router)
+    passes = said(runner.step({"a": 4}), "a")
+    assert routes_with([replace(passes, data=passes.data[:8])], SHAPE, first=3, count=1)
+    with pytest.raises(InvalidRoutes, match="not finite"):
+        routes_with([passes], SHAPE, first=3, count=1, weights=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.float32])
+def test_no_pass_fails_because_vllm_cannot_note_it(
+    routes: Any, capturing: Any, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    """Where layers choose different numbers of experts, for example."""
+    capture = Capturer.capture
+
+    def refuse(self: Capturer, layer_id: int, found: torch.Tensor) -> None:
+        if self.device_buffer.dtype == dtype:
+            raise RuntimeError("the expanded size of the tensor must match")
+        capture(self, layer_id, found)
+
+    monkeypatch.setattr(Capturer, "capture", refuse)
+    runner = running(routes, {"a": (4, 3)}, "a")
+    passes = said(runner.step({"a": 4}), "a")
+    assert "layer 0: the expanded size" in routes.why_not(runner, weights=True)
+    if dtype == torch.int32:
+        assert (passes, routes.why_not(runner)) == (None, routes.why_not(runner, weights=True))
+    else:
+        assert (read(passes, weights=False), routes.why_not(runner)) == (
+            [expected("a", 3, weights=False)],
+            "",
+        )
 
 
 @pytest.mark.parametrize(

@@ -5,23 +5,28 @@ routes come at the end of a choice. Here vLLM's own class notes in the older run
 another one what they gave the experts as weights. The rows that a request asks for (midstream_vllm_numbers.py) travel with its
 tokens, as masks do (midstream_vllm_masks.py).
 
-Always holds: a token has the row of the pass that gave its logits. A row that nobody wrote is not sent.
+Always holds: a token has the row of the pass that gave its logits. Rows of a layer with experts that never wrote any are not
+sent. No pass of the model fails because its notes do.
 """
 
 from __future__ import annotations
 
 import importlib
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 
 CAPTURER = "vllm.model_executor.layers.fused_moe.routed_experts_capturer"
-#: What no router chooses.
-UNWRITTEN = -1
+#: What no router chooses, and no weight of one.
+UNWRITTEN, UNWEIGHED = -1, float("nan")
 numbers, masks = map(importlib.import_module, ("midstream_vllm_numbers", "midstream_vllm_masks"))
+logger = logging.getLogger(__name__)
+NOT_NOTED = "vLLM does not note what its routers choose"
 #: The class of a layer of experts.
 RUNNERS = "MoERunner"
 #: With these, no worker has the rows of all layers and tokens in the order of the batch.
@@ -34,12 +39,35 @@ SPLIT = (
 
 @dataclass
 class Notes:
-    """chosen, weights: vLLM's notes of a step. Without weights, no_weights says why; without both, no_routes says why."""
+    """chosen, weights: vLLM's notes of a step. They last as long as the model, whose graphs may write to them.
+
+    no_weights: why the weights are of no use. no_routes: why nothing is.
+    """
 
     chosen: Any = None
     weights: Any = None
     no_routes: str = ""
     no_weights: str = ""
+
+    def take_chosen(self, layer: int, ids: Any) -> None:
+        """Called in a pass of the model, which must not fail for this."""
+        if self.no_routes:
+            return
+        try:
+            self.chosen.capture(layer, ids)
+        except Exception as error:  # noqa: BLE001 - vLLM's class does not know such a model
+            self.no_routes = f"{NOT_NOTED}: layer {layer}: {error}"
+            logger.warning("tokens have no routes: %s", self.no_routes)
+
+    def take_weights(self, layer: int, weights: Any) -> None:
+        """As `take_chosen`."""
+        if self.no_weights:
+            return
+        try:
+            self.weights.capture(layer, weights)
+        except Exception as error:  # noqa: BLE001 - as above
+            self.no_weights = f"{NOT_NOTED}: layer {layer}: {error}"
+            logger.warning("tokens have no weights of routers: %s", self.no_weights)
 
 
 def hook(runner: type[Any]) -> None:
@@ -77,16 +105,24 @@ def watched(runner: Any) -> Notes:
         module = importlib.import_module(CAPTURER)
         size, model = config.scheduler_config.max_num_batched_tokens, runner.get_model()
         chosen, weights = (module.RoutedExpertsCapturer(size, config) for _ in range(2))
-        chosen.device_buffer.fill_(UNWRITTEN)
-        module.bind_routed_experts_capturer(model, chosen)
-    except (ImportError, AttributeError, TypeError, ValueError) as error:
-        return Notes(no_routes=f"vLLM does not note what its routers choose: {error}")
-    weights.device_buffer = weights.device_buffer.float()
-    no_weights = _watch_weights(model, weights)
-    return Notes(chosen, None if no_weights else weights, no_weights=no_weights)
+        # Layers without experts stay 0, as in vLLM's own rows.
+        chosen.device_buffer[:, _layers(model)] = UNWRITTEN
+        weights.device_buffer = torch.full_like(weights.device_buffer, UNWEIGHED, dtype=torch.float32)
+        notes = Notes(chosen, weights)
+        module.bind_routed_experts_capturer(model, SimpleNamespace(capture=notes.take_chosen))
+    except Exception as error:  # noqa: BLE001 - vLLM serves the model without routes, too
+        return Notes(no_routes=f"{NOT_NOTED}: {error}")
+    notes.no_weights = _watch_weights(model, notes.take_weights)
+    return notes
 
 
-def _watch_weights(model: Any, notes: Any) -> str:
+def _layers(model: Any) -> list[int]:
+    """The numbers of the layers with experts."""
+    routed = (m for m in model.modules() if hasattr(m, "router") or hasattr(m, "capture_fn"))
+    return sorted({module.layer_id for module in routed if hasattr(module, "layer_id")})
+
+
+def _watch_weights(model: Any, note: Callable[..., None]) -> str:
     """Note what the experts of each layer are given as weights. Returns why that is not what their outputs count; or ""."""
     layers = [module for module in model.modules() if type(module).__name__ == RUNNERS]
     for layer in layers:
@@ -98,7 +134,7 @@ def _watch_weights(model: Any, notes: Any) -> str:
         if layer.is_monolithic or not hasattr(router, "select_experts"):
             return "its kernel of experts has the router inside"
     for layer in layers:
-        layer.router.select_experts = _noting(layer.router.select_experts, notes.capture, layer.layer_id)
+        layer.router.select_experts = _noting(layer.router.select_experts, note, layer.layer_id)
     return "" if layers else "it has another kind of experts"
 
 
@@ -126,7 +162,7 @@ def why_not(runner: Any, *, weights: bool = False) -> str:
 def taken(runner: Any) -> dict[str, np.ndarray]:
     """By request, the rows of this step that go with its token."""
     state, notes = runner.execute_model_state, runner.midstream_watched
-    if state is None or notes is None or notes.chosen is None:
+    if state is None or notes is None or notes.no_routes:
         return {}
     asked = _asking(runner)
     scheduled = state.scheduler_output.num_scheduled_tokens if asked else {}
@@ -141,7 +177,7 @@ def taken(runner: Any) -> dict[str, np.ndarray]:
     if not spans:
         return {}
     at = torch.from_numpy(np.concatenate([np.arange(offset, offset + n) for _, _, offset, n in spans]))
-    want_weights = notes.weights is not None and {name for _, name, _, wanted in asked if wanted}
+    want_weights = not notes.no_weights and {name for _, name, _, wanted in asked if wanted}
     rows = _rows(notes.chosen, at)
     weights = _rows(notes.weights, at) if want_weights else rows
     kind = np.dtype(notes.chosen.output_dtype_name)
