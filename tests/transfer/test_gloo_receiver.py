@@ -254,7 +254,8 @@ def test_a_receiver_that_stands_still_is_killed_before_the_deadline(
     base: Path, cache: SnapshotCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(process, "PING_S", 0.05)
-    monkeypatch.setattr(process, "SILENT_S", 0.2)
+    # A healthy one may be without a core for a while, before it is stopped.
+    monkeypatch.setattr(process, "SILENT_S", 3.0)
 
     async def body() -> None:
         async with gloo_trainer(base / WEIGHTS_FILE) as trainer:
@@ -266,7 +267,7 @@ def test_a_receiver_that_stands_still_is_killed_before_the_deadline(
             receiving = asyncio.create_task(receiver.receive(trainer.sent(trainer.names), 10 * SOON_S))
             assert receiver.pid is not None
             os.kill(receiver.pid, signal.SIGSTOP)
-            with pytest.raises(ReplicaUnavailable, match=r"has not answered for 0\.2 s"):
+            with pytest.raises(ReplicaUnavailable, match=r"has not answered for 3 s"):
                 await asyncio.wait_for(receiving, SOON_S)
             await asyncio.wait_for(receiver.ended(), SOON_S)
             assert gone(receiver.pid)
