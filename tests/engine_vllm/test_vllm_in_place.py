@@ -21,7 +21,7 @@ from midstream.core.server_settings import VllmSettings
 from midstream.core.types import GenerateRequest
 from midstream.engine.base import EngineDied, StagingFailed, Tee, TransferFailed, TransferRefused
 from midstream.engine.servers.boot import ServerBoot
-from midstream.engine.vllm import in_place, life
+from midstream.engine.vllm import in_place, life, swap
 from midstream.engine.vllm.arguments import command_line
 from midstream.engine.vllm.beside import WorkerWeights
 from midstream.engine.vllm.engine import VllmEngine
@@ -101,6 +101,18 @@ async def test_what_was_written_is_switched_to_without_a_load(tmp_path: Path) ->
         assert labelled_right([reading])
         # The next update begins like the first.
         await here.at("uncertain")
+
+
+async def test_a_start_of_an_update_that_takes_long_is_no_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine core does one call after the other, so whether it is paused is answered after the start."""
+    async with bed(tmp_path) as here:
+        await here.at("held")
+        monkeypatch.setattr(swap, "CALL_S_MAX", 0.0)
+        tee = Tee(here.files / "model.safetensors", {"a": (0, 8)}, 8)
+        await here.fence.write({"names": ["a"], "number": 1}, tee, SOON_S)
+        assert here.fence.phase is HoldPhase.UNCERTAIN
 
 
 async def test_workers_stage_nothing_while_a_trainer_writes(tmp_path: Path) -> None:
@@ -555,7 +567,7 @@ class Bare:
     async def transfer(self, path: str, body: object, within_s: float) -> None:
         await self._passes(path)
 
-    async def read_all(self) -> None:
+    async def read_all(self, within_s: float) -> None:
         await asyncio.sleep(0)
 
     async def ask_workers(self, method: str, arguments: object, within_s: float) -> list[dict[str, Any]]:

@@ -272,7 +272,7 @@ class VllmInPlace(InPlaceWeights):
         ready: list[Coroutine[Any, Any, Any]] = [self._rpc(OPEN_TEE, opened, within_s)]
         if first:
             # Not earlier: from here on vLLM has no whole model. What it sampled is read beside that, long before the switch.
-            ready += [self._call(START, None, within_s), self._read_all()]
+            ready += [self._call(START, None, within_s), self._read_all(within_s)]
         try:
             async with asyncio.timeout(within_s):
                 await all_of(ready)
@@ -374,8 +374,8 @@ class VllmInPlace(InPlaceWeights):
     async def _call(self, path: str, body: object, within_s: float) -> None:
         await self._boot.while_alive(self._control().transfer(path, body, within_s))
 
-    async def _read_all(self) -> None:
-        await self._boot.while_alive(self._control().read_all())
+    async def _read_all(self, within_s: float) -> None:
+        await self._boot.while_alive(self._control().read_all(within_s))
 
     async def _rpc(self, method: str, arguments: Mapping[str, Any], within_s: float) -> list[Any]:
         return await self._boot.while_alive(self._control().ask_workers(method, arguments, within_s))

@@ -44,10 +44,13 @@ class Control(ServerControl):
         clear = "true" if clear_cache else "false"
         await self._post(f"/pause?mode=keep&clear_cache={clear}", None, STEP_S_MAX)
 
-    async def read_all(self) -> None:
-        """In a pause: returns when everything that was sampled has been read. Raises CallFailed."""
+    async def read_all(self, within_s: float | None = None) -> None:
+        """In a pause: returns when everything that was sampled has been read. Raises CallFailed.
+
+        within_s: of each of its calls, where vLLM carries out another one first.
+        """
         for _ in range(BARRIER):
-            answer = await self._get("/is_paused", CALL_S_MAX)
+            answer = await self._get("/is_paused", CALL_S_MAX if within_s is None else within_s)
             if answer.status != 200 or read_object(answer.body).get("is_paused") is not True:
                 raise CallFailed(f"vLLM says it is paused, and then {answer.status} {answer.body[:200]!r}")
         # In this turn of the loop, everything that is readable by now is read.
