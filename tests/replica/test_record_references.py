@@ -402,19 +402,29 @@ def test_the_age_of_a_file_is_by_the_clock_of_its_bucket(
     files.close()
 
 
-def test_files_that_cannot_be_removed_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(url: str, paths: list[str]) -> None:
+@pytest.mark.parametrize("denied", ["remove_files", "time_there"])
+def test_files_that_cannot_be_removed_count(
+    denied: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A bucket may keep what it has, or refuse the file that would tell its time."""
+    asked = 0
+
+    def refused(*_: object) -> None:
+        nonlocal asked
+        asked += 1
         raise SnapshotError("access denied")
 
-    monkeypatch.setattr(record_files, "remove_files", refused)
+    monkeypatch.setattr(record_files, denied, refused)
     own = tmp_path / "record-files" / "default"
     own.mkdir(parents=True)
-    (own / f"{0:064x}.parquet").write_bytes(b"12345678")
-    os.utime(own / f"{0:064x}.parquet", (1e6, 1e6))
-    files = RecordFiles(tmp_path.as_uri(), "default", keep_s=100, bytes_max=8)
+    for number in range(2):
+        (own / f"{number:064x}.parquet").write_bytes(b"12345678")
+        os.utime(own / f"{number:064x}.parquet", (1e6, 1e6))
+    files = RecordFiles(tmp_path.as_uri(), "default", keep_s=100, bytes_max=16)
     with pytest.raises(SnapshotError, match="access denied"):
         files.sweep()
-    assert files.stats().held_bytes == 8
+    assert (files.stats().held_bytes, asked) == (16, 1)
+    assert "no more record files are written" in caplog.text
     with pytest.raises(RecordsNotStored, match="raise it"):
         files.check()
     files.close()

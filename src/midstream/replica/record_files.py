@@ -208,18 +208,29 @@ class RecordFiles:
         """Removes what is too old, and counts the rest. Raises SnapshotError."""
         with self._lock:
             written_before = self._written_bytes
-        held, old = 0, list[FileSeen]()
+        held, old, failed = 0, list[FileSeen](), None
         for one in files_seen(self._url):
-            if _is_own(one):
-                held += one.size
-                if self._is_old(one):
+            if not _is_own(one):
+                continue
+            held += one.size
+            try:
+                # Once the bucket has refused to say its time, the other files are counted only.
+                if failed is None and self._is_old(one):
                     old.append(one)
+            except SnapshotError as error:
+                failed = error
         try:
+            if failed is not None:
+                raise failed
             held -= self._remove(old) if old else 0
         finally:
-            with self._lock:
-                # What was written since the listing began may not be in it.
-                self._held_bytes = held + self._written_bytes - written_before
+            self._hold(held, written_before)
+
+    def _hold(self, held: int, written_before: int) -> None:
+        """held: bytes of all files that a listing had. written_before: bytes that were written here until it began."""
+        with self._lock:
+            # What was written since may not be in it.
+            self._held_bytes = held + self._written_bytes - written_before
         is_full = held >= self._bytes_max
         if is_full and not self._is_full:
             log.error("no more record files are written: %s", self._full(held))
