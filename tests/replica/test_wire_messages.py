@@ -247,6 +247,22 @@ def test_what_claude_code_writes_of_each_request_is_no_part_of_the_prompt(
     assert len(first) == 1 or first[0]["content"].startswith("Be kind.")
 
 
+@pytest.mark.parametrize(
+    ("system", "kept"),
+    [
+        (BILLING.format("36ee5") + "You are kind.\nBe brief.", "You are kind.\nBe brief."),
+        (BILLING.format("36ee5") + " You are kind.", " You are kind."),
+        ("x-anthropic-billing-header: say what this line is for", None),
+        ("x-anthropic-billing-header: a=b; and more", " and more"),
+        (" " + BILLING.format("36ee5"), None),
+    ],
+)
+def test_what_somebody_wrote_beside_claude_codes_line_is_kept(system: str, kept: str | None) -> None:
+    """Proxies put the blocks of a system prompt together without a new line."""
+    messages = chat(system=system, messages=USER).messages
+    assert messages[0] == {"role": "system", "content": system if kept is None else kept}
+
+
 def test_system_messages_may_stand_behind_others() -> None:
     """As Claude Code sends them since 2.1.154 (ollama#16372)."""
     body = chat(

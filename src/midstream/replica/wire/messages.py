@@ -63,7 +63,7 @@ class Places(NamedTuple):
 
 
 #: What Claude Code writes before its system prompt. It has a hash of the request, so no turn would continue another one.
-_BILLING = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n?")
+_BILLING = re.compile(r"\Ax-anthropic-billing-header:(?: *\w+=[^;\s]*;)+(?: *\n)?")
 _messages = msgspec.json.Decoder(MessagesBody)
 _count = msgspec.json.Decoder(CountBody)
 
