@@ -11,7 +11,7 @@ import pytest
 from replica_fakes import MODEL, FakeEngine
 from test_vllm_fields import HI, play
 
-from midstream.core.errors import InvalidRequest, UnknownField
+from midstream.core.errors import InvalidRequest, UnknownField, UnknownTools
 from midstream.replica.request.schema import decode, parse_chat, parse_completion
 from midstream.replica.request.unknown import IGNORED_MAX, header_value, read_known
 from midstream.replica.wire.messages import read as parse_messages
@@ -76,6 +76,20 @@ def test_a_name_that_looks_like_a_place_is_ignored_as_a_name() -> None:
 def test_what_follows_an_unknown_field_must_be_json_too(rest: bytes) -> None:
     with pytest.raises(InvalidRequest, match="JSON"):
         read_known(parse_completion, b'{"colour": 1, ' + rest)
+
+
+def test_many_unknown_tools_are_not_looked_up_one_by_one() -> None:
+    """A body holds millions. Each would be compared with all others, on the event loop."""
+
+    class Places(list[int]):
+        def __contains__(self, _: object) -> bool:
+            raise AssertionError("compares with each")
+
+    def read(_: bytes) -> None:
+        raise UnknownTools(Places(range(IGNORED_MAX + 1)), "custom")
+
+    with pytest.raises(UnknownTools):
+        read_known(read, body(tools=[{"type": "custom"}] * (IGNORED_MAX + 1)))
 
 
 def test_many_unknown_fields_cost_one_more_reading() -> None:

@@ -42,8 +42,8 @@ def read_known(read: Callable[[bytes], _Read], body: bytes) -> tuple[_Read, list
 def _passed_over(sent: dict[str, msgspec.Raw], error: UnknownField) -> list[str]:
     """Takes unknown fields out of what was sent, and returns their names."""
     if isinstance(error, UnknownTools):
-        tools = msgspec.json.decode(sent.pop("tools"), type=list[msgspec.Raw])
-        if kept := [tool for at, tool in enumerate(tools) if at not in error.at]:
+        tools, ignored = msgspec.json.decode(sent.pop("tools"), type=list[msgspec.Raw]), frozenset(error.at)
+        if kept := [tool for at, tool in enumerate(tools) if at not in ignored]:
             sent["tools"] = msgspec.Raw(msgspec.json.encode(kept))
         return [f"tools[{at}]" for at in error.at]
     found = [name for name in sent if error.known and name not in error.known]
