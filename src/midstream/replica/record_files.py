@@ -237,7 +237,7 @@ class RecordFiles:
         self._is_full = is_full
 
     def _is_old(self, one: FileSeen) -> bool:
-        """What a dead writer left is of no use."""
+        """What a dead writer left is of no use. Raises SnapshotError if the bucket has never said its time, nor does now."""
         keep_s = LEFT_S if one.path.startswith(WRITING_PREFIX) else self.keep_s
         if keep_s is None:
             return False
@@ -245,6 +245,7 @@ class RecordFiles:
         return keep_s < self._monotonic() - behind - one.modified
 
     def _ask_time(self) -> float:
+        """Seconds that the bucket's clock is behind ours, or more by what the answer took. Raises SnapshotError."""
         there = time_there(self._url)
         self._behind = self._monotonic() - there
         return self._behind
