@@ -205,3 +205,34 @@ def test_a_real_one_ends_with_its_engine_when_the_supervisor_is_gone() -> None:
         assert process.stderr is not None
         assert b"Traceback" not in process.stderr.read()
         assert process.wait(60) == 0
+
+
+@pytest.mark.slow
+def test_a_real_one_ends_with_an_engine_that_hangs_when_the_supervisor_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine hangs in an import: it says nothing, and does not see that its socket is closed."""
+    (tmp_path / "hanging_engine.py").write_text("import threading\nthreading.Event().wait()\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    begins = (
+        "from midstream.engine.embedded import engine\n"
+        "from midstream.http import ipc\n"
+        "engine.begin = lambda beside: ipc.begin('hanging_engine')\n"
+        "from midstream.launch import spare_replica\n"
+        "raise SystemExit(spare_replica.main())\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", begins],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    )
+    try:
+        # What they say ends with the last process that has this standard error: the engine has it, too.
+        _, said = process.communicate(timeout=60)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    assert b"Traceback" not in said
+    assert process.returncode == 0

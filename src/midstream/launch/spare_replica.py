@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import select
+import sys
 
 from midstream.core.child import imported_beside
 from midstream.core.private import UMASK
@@ -21,10 +22,14 @@ def main() -> int:
     os.umask(UMASK)
     raise_file_limit()
     begun = engine.begin(beside=True)
-    replica = imported_beside("midstream.launch.replica")
-    # Its first message, or its end. The replica begins another one then.
-    select.select([begun.sock], [], [])
-    code: int = replica.main(begun)
+    try:
+        replica = imported_beside("midstream.launch.replica")
+        # Its first message, or its end: the replica begins another one then. Or the end of the supervisor.
+        select.select([begun.sock, sys.stdin], [], [])
+        code: int = replica.main(begun)
+    finally:
+        # An engine that still imports does not see that its socket is closed.
+        begun.process.kill()
     return code
 
 
