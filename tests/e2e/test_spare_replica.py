@@ -58,3 +58,7 @@ def test_a_killed_replica_is_the_spare_process_that_waited_and_answers_as_it_did
         assert until(tokens) == before
         [loaded] = [line for line in logged("is loaded, in") if line["pid"] == engine]
         assert (loaded["process"], loaded["replica"]) == ("engine", "replica-0")
+        scores = {Path(f"/proc/{pid}/oom_score_adj").read_text() for pid in (spare, engine)}
+        assert scores == {Path("/proc/self/oom_score_adj").read_text()}, (
+            "it is killed no earlier than others now"
+        )

@@ -114,6 +114,8 @@ def test_a_replica_begins_by_itself_where_no_spare_waits(
         assert child.pid not in [process.pid for process in made]
         await child.stop(grace_s=10)
 
+    killed: list[int] = []
+
     async def main() -> None:
         made: list[ChildProcess] = []
         broken = spare_of("broken_child", made)
@@ -126,6 +128,7 @@ def test_a_replica_begins_by_itself_where_no_spare_waits(
         async with kept(spare):
             await until(lambda: bool(made))
             await until(waits(spare, made[0].pid))
+            killed.append(made[0].pid)
             os.kill(made[0].pid, signal.SIGKILL)
             await until(lambda: len(made) >= 2)
         await begins_alone(spare, made)
@@ -133,6 +136,7 @@ def test_a_replica_begins_by_itself_where_no_spare_waits(
     with caplog.at_level(logging.WARNING):
         run(main)
     assert "a spare replica process ended while it started" in caplog.text
+    assert f"the spare replica process {killed[0]} ended with code -9" in caplog.text
 
 
 def refusing(tries: list[int]) -> Callable[[], Awaitable[ChildProcess]]:
@@ -183,6 +187,10 @@ def test_a_process_that_cannot_be_made_is_tried_again(caplog: pytest.LogCaptureF
     assert "there is no spare replica process: spare cannot be started: no memory" in caplog.text
 
 
+def killed_first(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/oom_score_adj").read_text())
+
+
 @pytest.mark.slow
 def test_a_real_one_ends_with_its_engine_when_the_supervisor_is_gone() -> None:
     """It has imported everything by then, with a priority that is its own again."""
@@ -200,6 +208,7 @@ def test_a_real_one_ends_with_its_engine_when_the_supervisor_is_gone() -> None:
         assert len(engines) == 1
         for pid in (process.pid, int(engines[0])):
             assert os.getpriority(os.PRIO_PROCESS, pid) == os.getpriority(os.PRIO_PROCESS, 0)
+            assert killed_first(pid) == 1000, "where memory is short, no replica has to go before it"
         process.stdin.close()
         # The engine has the same standard error, which ends with the last process that has it.
         assert process.stderr is not None

@@ -13,7 +13,8 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 
@@ -191,12 +192,13 @@ def _audit(spec: ReplicaSpec, replica: Replica) -> None:
     )
 
 
-def main(begun: StartedChild | None = None) -> int:
-    """begun: the engine process of a spare replica."""
+def main(
+    begun: StartedChild | None = None,
+    around: Callable[[ReplicaSpec], AbstractContextManager[None]] = held_directories,
+) -> int:
+    """begun: the engine process of a spare replica. around: entered once it has its settings."""
     serving = partial(serve, begun=begun)
-    return run_child(
-        "replica", ReplicaSpec, serving, (EngineDied,), held_directories, spare=begun is not None
-    )
+    return run_child("replica", ReplicaSpec, serving, (EngineDied,), around, spare=begun is not None)
 
 
 if __name__ == "__main__":

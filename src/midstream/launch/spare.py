@@ -77,7 +77,8 @@ class SpareReplica:
             self._offer = (process, taken)
             ended = asyncio.create_task(process.process.wait(), name="spare")
             await asyncio.wait((ended, taken), return_when=asyncio.FIRST_COMPLETED)
-            ended.cancel()
+            if not ended.cancel() and not taken.done():
+                logger.warning("the spare replica process %d ended with code %d", process.pid, ended.result())
         finally:
             if not taken.done():
                 self._offer = None

@@ -7,26 +7,51 @@ Always holds: once it has said that it waits, the replica that it becomes import
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import sys
+from contextlib import AbstractContextManager
+from pathlib import Path
 
 from midstream.core.child import imported_beside
 from midstream.core.private import UMASK
 from midstream.engine.embedded import engine
 from midstream.http.channel import raise_file_limit
+from midstream.launch.specs import ReplicaSpec
+
+#: Of a process that waits, in /proc/PID/oom_score_adj: where memory is short, the kernel kills it and no replica.
+FIRST_KILLED = 1000
+
+
+def _killed_first(process: str, score: int) -> int:
+    """Set `oom_score_adj` of a process, on Linux: the kernel kills the highest first. Returns what it was."""
+    with contextlib.suppress(OSError):
+        file = Path("/proc", process, "oom_score_adj")
+        was = int(file.read_text())
+        file.write_text(str(score))
+        return was
+    return 0
 
 
 def main() -> int:
-    # The engine process inherits both.
+    # The engine process inherits all three.
     os.umask(UMASK)
     raise_file_limit()
+    before = _killed_first("self", FIRST_KILLED)
     begun = engine.begin(beside=True)
     try:
         replica = imported_beside("midstream.launch.replica")
         # Its first message, or its end: the replica begins another one then. Or the end of the supervisor.
         select.select([begun.sock, sys.stdin], [], [])
-        code: int = replica.main(begun)
+
+        def around(spec: ReplicaSpec) -> AbstractContextManager[None]:
+            # It is a replica now.
+            for process in ("self", str(begun.process.pid)):
+                _killed_first(process, before)
+            return replica.held_directories(spec)
+
+        code: int = replica.main(begun, around)
     finally:
         # An engine that still imports does not see that its socket is closed.
         begun.process.kill()
