@@ -5,9 +5,12 @@ import json
 import re
 from collections.abc import Sequence
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from gateway_harness import Handler, Message, Peer, Stage, post, read_chunk, read_head, run, staged
+from hypothesis import given
+from hypothesis import strategies as st
 from reports import changed
 
 from midstream.ledger import Signalled
@@ -460,6 +463,33 @@ def test_what_passes_is_whole_chunks_and_what_they_tell_is_kept() -> None:
         assert told is not None
         assert told.decode().split("\n")[::5] == [OPENING, "0:104"], step
         assert told.endswith(b"\n0:104\nend\n")
+
+
+#: Of chunks: lines of the log, what looks like one, and ends of lines that only text has.
+BYTES = (
+    b"\n: m ",
+    b"\n",
+    b": m ",
+    b": m",
+    b"m 0:7",
+    b"a\rb",
+    b"\x0b\x0c\x1c\x85\xe2\x80\xa8",
+    b"\\n: m x",
+    b"0",
+)
+
+
+@given(st.lists(st.lists(st.sampled_from(BYTES), max_size=12), max_size=8), st.integers(1, 40))
+def test_the_lines_of_any_bytes_are_those_that_an_expression_finds(
+    bodies: list[list[bytes]], step: int
+) -> None:
+    data = b"".join(framed(b"".join(body) + b"\n\n") for body in bodies)
+    for gathered in (0, 30, GATHERED_BYTES_MAX):
+        with patch("midstream.proxy.resume.GATHERED_BYTES_MAX", gathered):
+            passed = ResumeLog()
+            out = b"".join(passed.take(data[at : at + step]) for at in range(0, len(data), step))
+            assert passed.lines() == b"".join(line + b"\n" for line in re.findall(rb"\n: m (.*)", out))
+            assert out == data
 
 
 def test_a_long_stream_is_kept_by_what_it_tells_only() -> None:

@@ -49,7 +49,8 @@ def main() -> int:
             # It is a replica now.
             for process in ("self", str(begun.process.pid)):
                 _killed_first(process, before)
-            return replica.held_directories(spec)
+            held: AbstractContextManager[None] = replica.held_directories(spec)
+            return held
 
         code: int = replica.main(begun, around)
     finally:
