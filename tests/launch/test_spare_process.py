@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
@@ -191,6 +192,12 @@ def killed_first(pid: int) -> int:
     return int(Path(f"/proc/{pid}/oom_score_adj").read_text())
 
 
+def of_session(pid: int) -> int | None:
+    """The niceness of its session among all; None where the kernel knows none."""
+    file = Path(f"/proc/{pid}/autogroup")
+    return int(file.read_text().split()[-1]) if file.exists() else None
+
+
 @pytest.mark.slow
 def test_a_real_one_ends_with_its_engine_when_the_supervisor_is_gone() -> None:
     """It has imported everything by then, with a priority that is its own again."""
@@ -199,6 +206,8 @@ def test_a_real_one_ends_with_its_engine_when_the_supervisor_is_gone() -> None:
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
+        # As the supervisor starts it.
+        start_new_session=True,
     )
     with process:
         assert process.stdin is not None
@@ -206,6 +215,7 @@ def test_a_real_one_ends_with_its_engine_when_the_supervisor_is_gone() -> None:
         assert process.stdout.readline() == b'{"type":"waiting"}\n'
         engines = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
         assert len(engines) == 1
+        assert of_session(process.pid) in (0, None)
         for pid in (process.pid, int(engines[0])):
             assert os.getpriority(os.PRIO_PROCESS, pid) == os.getpriority(os.PRIO_PROCESS, 0)
             assert killed_first(pid) == 1000, "where memory is short, no replica has to go before it"
@@ -238,6 +248,9 @@ def test_a_real_one_ends_with_an_engine_that_hangs_when_the_supervisor_is_gone(
         start_new_session=True,
     )
     try:
+        while of_session(process.pid) not in (19, None):
+            assert process.poll() is None
+            time.sleep(0.01)
         # What they say ends with the last process that has this standard error: the engine has it, too.
         _, said = process.communicate(timeout=60)
     finally:

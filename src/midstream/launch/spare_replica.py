@@ -11,10 +11,12 @@ import contextlib
 import os
 import select
 import sys
+import time
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 
-from midstream.core.child import imported_beside
+from midstream.core.child import NICENESS, imported_beside
 from midstream.core.private import UMASK
 from midstream.engine.embedded import engine
 from midstream.http.channel import raise_file_limit
@@ -22,6 +24,30 @@ from midstream.launch.specs import ReplicaSpec
 
 #: Of a process that waits, in /proc/PID/oom_score_adj: where memory is short, the kernel kills it and no replica.
 FIRST_KILLED = 1000
+#: Linux shares time among sessions before it looks at the niceness within each, and a child leads a session.
+AUTOGROUP = Path("/proc/self/autogroup")
+
+
+@contextlib.contextmanager
+def _behind_other_sessions() -> Iterator[None]:
+    lowered = False
+    if os.getsid(0) == os.getpid():
+        with contextlib.suppress(OSError):
+            lowered = _of_session(NICENESS)
+    yield
+    if lowered:
+        _of_session(0)
+
+
+def _of_session(niceness: int) -> bool:
+    while True:
+        try:
+            AUTOGROUP.write_text(str(niceness))
+        except BlockingIOError:
+            # The kernel takes few such orders a second, of all users together.
+            time.sleep(0.1)
+        else:
+            return True
 
 
 def _killed_first(process: str, score: int) -> int:
@@ -41,9 +67,10 @@ def main() -> int:
     before = _killed_first("self", FIRST_KILLED)
     begun = engine.begin(beside=True)
     try:
-        replica = imported_beside("midstream.launch.replica")
-        # Its first message, or its end: the replica begins another one then. Or the end of the supervisor.
-        select.select([begun.sock, sys.stdin], [], [])
+        with _behind_other_sessions():
+            replica = imported_beside("midstream.launch.replica")
+            # Its first message, or its end: the replica begins another one then. Or the end of the supervisor.
+            select.select([begun.sock, sys.stdin], [], [])
 
         def around(spec: ReplicaSpec) -> AbstractContextManager[None]:
             # It is a replica now.
