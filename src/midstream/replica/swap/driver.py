@@ -52,8 +52,6 @@ SWAPS_REPORTED = 4
 CHECK_S_MAX = 300.0
 #: From STAGED on, the replica reports no changes for so long: reports would compete with the engine's steps around the switch.
 QUIET_S = 0.25
-#: A digest behind a check begins so long after it: it takes cores from those who report that the weights serve.
-READ_AFTER_S = 0.25
 _EXPECTED = (SnapshotError, StagingFailed, NotSound, EngineDied, OSError)
 
 
@@ -437,7 +435,6 @@ class SwapDriver:
             return
 
         async def read() -> None:
-            await asyncio.sleep(READ_AFTER_S)
             try:
                 digest = await self._checker.digest()
             except EngineDied:
