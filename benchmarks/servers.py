@@ -187,8 +187,8 @@ class Midstream(Server):
         return f'[replica]\ntoken = "{TOKEN}"\n'
 
     def spare_setting(self) -> str:
-        """No spare replica process, whose imports would be measured, too. Another checkout may not know the setting."""
-        return "" if "PYTHONPATH" in self.environment() else "spare_after_s = 0\n"
+        """No spare replica process, whose imports would be measured, too."""
+        return "spare_after_s = 0\n"
 
     def command(self) -> list[str]:
         state = self.log.with_suffix("")
@@ -245,9 +245,16 @@ class MidstreamBefore(Midstream):
 
     def token_setting(self) -> str:
         """In the form that the checkout's settings have. Before decision 0094 they had no sections for components."""
+        return f'{FLAT_TOKEN} = "{TOKEN}"\n' if self._has(FLAT_TOKEN) else super().token_setting()
+
+    def spare_setting(self) -> str:
+        """Nothing before decision 0167, where there is no such process."""
+        return super().spare_setting() if self._has("spare_after_s") else ""
+
+    def _has(self, setting: str) -> bool:
         assert self.checkout is not None
         settings = (self.checkout / "src" / "midstream" / "core" / "config.py").read_text()
-        return f'{FLAT_TOKEN} = "{TOKEN}"\n' if f" {FLAT_TOKEN}:" in settings else super().token_setting()
+        return f" {setting}:" in settings
 
     def endpoints(self) -> dict[str, Endpoint]:
         return {f"{column}, before": endpoint for column, endpoint in super().endpoints().items()}
