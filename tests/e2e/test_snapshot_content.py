@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
+import sqlite3
 import stat
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +22,7 @@ from midstream.snapshots.content import file_content
 
 WEIGHTS = "model.safetensors"
 CHANGED = 6400
+DEADLINE_S = 120.0
 
 
 @pytest.fixture(scope="module")
@@ -75,6 +79,15 @@ def answers(server: Server) -> dict[str, tuple[str, list[float]]]:
         if len(said) == 2:
             return said
     raise AssertionError("a replica answered nothing")
+
+
+def wait_until_read(server: Server, identity: str) -> None:
+    """The digest of its weights is read behind its check, and a switch ends the reading."""
+    until = time.monotonic() + DEADLINE_S
+    with contextlib.closing(sqlite3.connect(server.state_dir / "ledger.db")) as ledger:
+        while not ledger.execute("SELECT 1 FROM weights WHERE identity = ?", (identity,)).fetchone():
+            assert time.monotonic() < until, f"the ledger does not know the weights of {identity}"
+            time.sleep(0.02)
 
 
 def ledger_of(server: Server) -> dict[str, Any]:
@@ -138,13 +151,15 @@ def test_changed_copies_on_the_replicas_disks_are_found_out_though_both_are_equa
         serve_everywhere(publisher, identity)
         if identity == "kept":
             right = answers(server)
+            wait_until_read(server, identity)
     for copy in copies(server, "kept"):
         overwrite(copy / WEIGHTS)
     serve_everywhere(publisher, "kept")
+    until = time.monotonic() + DEADLINE_S
     while any(
         found["verdict"] != "agreed" for found in (ledger_of(server)["disagreements"] or [{"verdict": ""}])
     ):
-        pass
+        assert time.monotonic() < until, ledger_of(server)["disagreements"]
     assert answers(server) == right
     found = ledger_of(server)["disagreements"]
     assert len(found) == 2
