@@ -108,7 +108,7 @@ class InPlace:
 
     # -- as Control
 
-    async def read_all(self) -> None:
+    async def read_all(self, within_s: float) -> None:
         # What the engine computed is read in the turn in which it was.
         pass
 
