@@ -610,7 +610,7 @@ FOUND_AT = {
     "lost_commits_are_dropped": (3, "is the newest commit"),
     "fenced_replicas_serve_half_an_update": (3, "computes:"),
     "fenced_replicas_keep_their_weights": (134, "is the newest commit"),
-    "engines_compute_between_start_and_commit": (9, "computes:"),
+    "engines_compute_between_start_and_commit": (11, "computes:"),
     "uncertain_weights_serve": (12, "computes:"),
     "rebases_write_the_parent": (2, "others than it has"),
     "ends_free_nothing": (0, "counts sessions that nobody holds"),
