@@ -127,23 +127,28 @@ def with_built_in_model(state_dir: Path) -> None:
         shutil.copytree(built_in_model(), made)
 
 
-def without_spare(state_dir: Path, arguments: tuple[str, ...]) -> tuple[str, ...]:
+@functools.cache
+def spare_off() -> Path:
+    """A configuration that says nothing else. Not beside a state directory, whose disk may be the server's alone."""
+    folder = Path(tempfile.mkdtemp(prefix="midstream-spare-off-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    (folder / "midstream.toml").write_text(OFF)
+    return folder / "midstream.toml"
+
+
+def without_spare(arguments: tuple[str, ...]) -> tuple[str, ...]:
     """The options of a server that keeps no spare replica process, unless its configuration says that it does.
 
     Tests find the processes that they kill by their command lines.
     """
-    if "--config" in arguments:
-        config, given = Path(arguments[arguments.index("--config") + 1]), ()
-    else:
-        config = state_dir.with_suffix(".toml")
-        config.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        config.write_text(OFF)
-        given = ("--config", str(config))
+    if "--config" not in arguments:
+        return (*arguments, "--config", str(spare_off()))
+    config = Path(arguments[arguments.index("--config") + 1])
     text = config.read_text()
     if "spare_after_s" not in text:
         has = "[embedded]\n" in text
         config.write_text(text.replace("[embedded]\n", OFF, 1) if has else f"{text}\n{OFF}")
-    return (*arguments, *given)
+    return arguments
 
 
 @contextlib.contextmanager
@@ -152,7 +157,7 @@ def serve(state_dir: Path, *arguments: str) -> Iterator[Server]:
     log = state_dir.with_suffix(".log")
     if "--model" not in arguments:
         with_built_in_model(state_dir)
-    options = without_spare(state_dir, arguments)
+    options = without_spare(arguments)
     with started(log, "serve", "--port", "0", "--state-dir", str(state_dir), *options) as process:
         assert process.stdout is not None
         line = process.stdout.readline()
