@@ -26,7 +26,7 @@ from test_vllm_scoring import PROMPT, prompt_of
 from tiers import examples
 from vllm_helpers import Reading, asking, attached, begun
 
-from midstream.core.types import GenerateRequest
+from midstream.core.types import EngineCard, GenerateRequest
 from midstream.engine.servers.model import Shape
 from midstream.engine.servers.routes import InvalidRoutes
 from midstream.engine.vllm.protocol import InvalidAnswer, read_answer
@@ -498,6 +498,17 @@ def test_a_token_without_its_route_ends_its_request_alone(tmp_path: Path, fault:
     asyncio.run(main())
 
 
+async def card_of_one_that(lacks: str, value: Any, directory: Path) -> EngineCard:
+    """Of a server that notes routes, with one attribute of the fake set to `value`."""
+
+    def set_up(fake: FakeVllm) -> None:
+        noting(fake)
+        setattr(fake, lacks, value)
+
+    async with attached(directory, set_up=set_up) as (engine, _):
+        return engine._info().card
+
+
 @pytest.mark.parametrize(
     ("lacks", "value", "why"),
     [
@@ -509,20 +520,12 @@ def test_a_token_without_its_route_ends_its_request_alone(tmp_path: Path, fault:
         ("moves_routes", 1, "gives an answer other routes than the same tokens of a prompt"),
     ],
 )
-def test_a_server_that_fails_the_proof_says_why_on_its_card(
+async def test_a_server_that_fails_the_proof_says_why_on_its_card(
     tmp_path: Path, lacks: str, value: Any, why: str
 ) -> None:
-    async def main() -> None:
-        def set_up(fake: FakeVllm) -> None:
-            noting(fake)
-            setattr(fake, lacks, value)
-
-        async with attached(tmp_path, set_up=set_up) as (engine, _):
-            card = engine._info().card
-            assert not card.has("routes")
-            assert why in card.why["routes"]
-
-    asyncio.run(main())
+    card = await card_of_one_that(lacks, value, tmp_path)
+    assert not card.has("routes")
+    assert why in card.why["routes"]
 
 
 @pytest.mark.parametrize(
@@ -534,18 +537,10 @@ def test_a_server_that_fails_the_proof_says_why_on_its_card(
         ("routes", True, "vLLM's own routes come without them"),
     ],
 )
-def test_a_server_may_have_routes_without_the_weights_of_routers(
+async def test_a_server_may_have_routes_without_the_weights_of_routers(
     tmp_path: Path, lacks: str, value: Any, why: str
 ) -> None:
-    async def main() -> None:
-        def set_up(fake: FakeVllm) -> None:
-            noting(fake)
-            setattr(fake, lacks, value)
-
-        async with attached(tmp_path, set_up=set_up) as (engine, _):
-            card = engine._info().card
-            assert card.has("routes")
-            assert not card.has("router_weights")
-            assert why in card.why["router_weights"]
-
-    asyncio.run(main())
+    card = await card_of_one_that(lacks, value, tmp_path)
+    assert card.has("routes")
+    assert not card.has("router_weights")
+    assert why in card.why["router_weights"]
