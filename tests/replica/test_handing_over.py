@@ -355,6 +355,25 @@ def test_a_replica_that_had_no_request_yet_says_how_much_room_it_has(tmp_path: P
     test(tmp_path, work)
 
 
+def test_a_call_meant_for_a_boot_of_another_process_is_refused(tmp_path: Path) -> None:
+    """It was lost on its way to the process that had the address before, and is sent again to this one."""
+
+    async def work(here: Running, clock: Clock) -> None:
+        body, first = msgspec.json.encode(RoomOffer()), here.replica.boot
+        for boot, status in ((first, 202), ("another", 503)):
+            answer = await here.http.post("/replica/offer", content=body, headers={HEADER_BOOT: boot})
+            assert answer.status_code == status, answer.text
+        # What outlives the engine, as the turns of sessions do, is still reached.
+        await here.engine.die()
+        await here.until(lambda: here.replica.ready)
+        assert here.replica.boot != first
+        for boot in (first, here.replica.boot):
+            answer = await here.http.post("/replica/offer", content=body, headers={HEADER_BOOT: boot})
+            assert answer.status_code == 202, answer.text
+
+    test(tmp_path, work)
+
+
 def test_what_is_no_offer_is_refused(tmp_path: Path) -> None:
     async def work(here: Running, clock: Clock) -> None:
         for body in (b"{", b'{"room_tokens": -1}', b'{"prefill_tokens_s": 1e99}'):

@@ -11,6 +11,8 @@ Always holds:
 - Requests that fail on a replica before it answers, several in a row, suspend it until it answers a probe.
 - Replicas say which sessions they hold before their first report. They have `learn_s` for that, from the gateway's start on.
 - The token that replicas ask for is sent to replicas only, and shown nowhere.
+- A call names the boot that reported last, so that no later process at the address takes it. Calls share connections, but each
+  has one for itself while it waits. None outlives the event stream.
 - Each policy of the deployment, its own weights among them, has a set of views (replica_set.py). A set learns of every change
   that concerns its policy, at once. A change of one policy's report is passed to that policy and to the own weights alone.
 """
@@ -31,12 +33,14 @@ from midstream.core.measures import Trajectories
 from midstream.core.reports import ReplicaReport
 from midstream.core.retry import Backoff
 from midstream.core.sessions import SessionsReport
+from midstream.core.transfer import TRANSFER_PATH
 from midstream.core.types import POLICIES_MAX, Desired, Hint, Pause
 from midstream.fleet.known_replica import OWN, KnownReplica, PolicyKey, last_words
 from midstream.fleet.loads import LoadTable
-from midstream.fleet.subscription import Lines, Subscription, token_header
-from midstream.http.call import CallFailed, NotTrusted, call, open_stream
+from midstream.fleet.subscription import Lines, Subscription, boot_header, token_header
+from midstream.http.call import CallFailed, NotTrusted, call, open_stream, pooled_call
 from midstream.http.tls import tls_for
+from midstream.http.upstream import pool_to
 
 logger = logging.getLogger(__name__)
 
@@ -198,7 +202,8 @@ class DeploymentReplicas:
         replica = KnownReplica(
             member.name, member.url.rstrip("/"), member.weight, member.own, self._has_reported
         )
-        self._subscriptions[replica] = Subscription()
+        calls = pool_to(replica.url, self._tls_ca, self._call_timeout_s, decodes=True)
+        self._subscriptions[replica] = Subscription(calls)
         if self._tasks is not None:
             self._listen(self._tasks, replica)
         return replica
@@ -207,6 +212,7 @@ class DeploymentReplicas:
         replica.standing = "gone"
         subscription = self._subscriptions.pop(replica)
         subscription.calm()
+        subscription.calls.close_idle(for_ever=True)
         if subscription.watch is not None:
             subscription.watch.cancel()
         replica.hear(None)
@@ -237,7 +243,6 @@ class DeploymentReplicas:
 
         Raises ReplicaRefused when its status is another than expected, ReplicaUnavailable when there is no answer.
         """
-        timeout_s = self._call_timeout_s if timeout_s is None else timeout_s
         try:
             answer = await self._call(replica, "POST", path, body, timeout_s)
         except CallFailed as error:
@@ -247,17 +252,28 @@ class DeploymentReplicas:
         return answer.body
 
     async def _call(
-        self, replica: KnownReplica, method: str, path: str, body: bytes | None, timeout_s: float
+        self,
+        replica: KnownReplica,
+        method: str,
+        path: str,
+        body: bytes | None,
+        timeout_s: float | None = None,
     ) -> HttpAnswer:
         """Raises CallFailed."""
-        tls = tls_for(replica.url, self._tls_ca)
-        return await call(replica.url, method, path, body, timeout_s, self._header, tls=tls)
+        timeout_s = self._call_timeout_s if timeout_s is None else timeout_s
+        subscription = self._subscriptions.get(replica)
+        if path == TRANSFER_PATH or subscription is None:
+            # An order takes long, must not come twice, and says itself which boot it is for.
+            tls = tls_for(replica.url, self._tls_ca)
+            return await call(replica.url, method, path, body, timeout_s, self._header, tls=tls)
+        headers = self._header + boot_header(replica.heard)
+        return await pooled_call(subscription.calls, replica.url, method, path, body, timeout_s, headers)
 
     async def send_hint(self, replica: KnownReplica, hint: Hint) -> bool:
         """Tell a replica of files that will be asked for; whether it took note."""
         body = msgspec.json.encode(hint)
         try:
-            answer = await self._call(replica, "POST", "/replica/hint", body, self._call_timeout_s)
+            answer = await self._call(replica, "POST", "/replica/hint", body)
         except CallFailed as error:
             logger.info("%s did not get the hint at files of %s: %s", replica.name, hint.snapshot, error)
             return False
@@ -304,7 +320,7 @@ class DeploymentReplicas:
         while replica.standing != "gone":
             await asyncio.sleep(self._backoff.last_s)
             try:
-                answer = await self._call(replica, "GET", "/health", None, self._call_timeout_s)
+                answer = await self._call(replica, "GET", "/health", None)
             except CallFailed:
                 continue
             if answer.status == 200:
@@ -325,6 +341,8 @@ class DeploymentReplicas:
         finally:
             self._tasks = None
             learned.cancel()
+            for subscription in self._subscriptions.values():
+                subscription.calls.close_idle(for_ever=True)
             # No replica will say anything any more.
             self._learned()
 
@@ -424,6 +442,8 @@ class DeploymentReplicas:
     def _doubt(self, replica: KnownReplica) -> None:
         """The event stream is gone: the report goes too, unless another one comes in time."""
         subscription = self._subscriptions[replica]
+        # They may lead to a machine that is lost, which would say nothing.
+        subscription.calls.close_idle()
         if replica.heard is not None and subscription.doubt is None:
             subscription.doubt = asyncio.get_running_loop().call_later(self._grace_s, self._lost, replica)
 

@@ -1,4 +1,5 @@
-"""How one replica is heard: its event stream, cut into lines, and the header that lets a gateway call it."""
+"""How one replica is heard and called: its event stream, cut into lines, the connections for calls, and the header that lets a
+gateway call it."""
 
 from __future__ import annotations
 
@@ -6,16 +7,19 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from midstream.core.headers import HEADER_TOKEN
+from midstream.core.headers import HEADER_BOOT, HEADER_TOKEN
+from midstream.core.reports import ReplicaReport
 from midstream.http.call import ResponseStream
+from midstream.http.upstream import UpstreamPool
 
 MAX_LINE_BYTES = 4 * 2**20
 
 
 @dataclass(eq=False)
 class Subscription:
-    """How one replica is heard, and what was heard last."""
+    """How one replica is heard, and what was heard last. calls: connections for short calls."""
 
+    calls: UpstreamPool
     watch: asyncio.Task[None] | None = None
     # The last event stream.
     stream: ResponseStream | None = None
@@ -50,6 +54,12 @@ class Lines:
             if line.strip():
                 self._on_line(line)
                 self.count += 1
+
+
+def boot_header(report: ReplicaReport | None) -> str:
+    """The header line by which a call is for the process that made the report; "" if that is not known."""
+    boot = "" if report is None else report.boot
+    return f"{HEADER_BOOT}: {boot}\r\n" if boot.isascii() and boot.isprintable() and boot else ""
 
 
 def token_header(token: str | None) -> str:

@@ -1,9 +1,10 @@
 """A small HTTP/1.1 client for calls of our own: a gateway's to replicas, a replica's to vLLM, the supervisor's and the Tinker
-front's to a gateway. One connection, one request, one response.
+front's to a gateway. `pooled_call` takes a connection of http/upstream.py, the others open one for themselves.
 
-Proxied bytes do not pass here: they go through http/upstream.py.
-Always holds: `call` and `open_stream` send one request, nothing is pooled, and `ended` is set exactly once, when the response
-is complete or the connection is gone, which probes show if nothing else does. docs/decisions/0032 says why this is not httpx.
+Proxied bytes do not pass here.
+Always holds: `call` and `open_stream` send one request, and `ended` is set exactly once, when the response is complete or the
+connection is gone, which probes show if nothing else does. `pooled_call` sends a request again at most once, if the server
+closed a connection that was idle until then and answered nothing. docs/decisions/0032 says why this is not httpx.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ssl
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from typing import cast
 from urllib.parse import urlsplit
 
@@ -20,6 +22,7 @@ import httptools
 from midstream.core.call_attempts import CallAttempts, Heard, NoAnswer
 from midstream.core.http_answer import HttpAnswer
 from midstream.core.probes import PROBED
+from midstream.http.upstream import UpstreamConnection, UpstreamHead, UpstreamPool
 
 
 class CallFailed(Exception):
@@ -36,6 +39,10 @@ class NotTrusted(CallFailed):
 
 class Lost(CallFailed):
     """The connection ended before the response did: the other side may have worked on the request."""
+
+
+class _Unanswered(Lost):
+    """Not a byte of a response had come."""
 
 
 class _Complete(Exception):
@@ -163,6 +170,71 @@ async def call(
     return HttpAnswer(whole.status, whole.headers, b"".join(whole.parts))
 
 
+async def pooled_call(
+    pool: UpstreamPool,
+    url: str,
+    method: str,
+    path: str,
+    body: bytes | None,
+    timeout_s: float,
+    headers: str = "",
+) -> HttpAnswer:
+    """As `call`, over a connection of the pool to `url`, which decodes. The request must be one that may come twice.
+
+    timeout_s: of the response, and of a connection that has to be opened."""
+    request = _request(url, method, path, body, headers)
+    idle = pool.take()
+    if idle is not None:
+        with contextlib.suppress(_Unanswered):
+            return await _over(idle, request, timeout_s)
+    async with _connecting(timeout_s):
+        opened = await pool.open()
+    return await _over(opened, request, timeout_s)
+
+
+async def _over(connection: UpstreamConnection, request: bytes, timeout_s: float) -> HttpAnswer:
+    """Raises CallFailed."""
+    taken = _Taken()
+    connection.send(taken, request, b"", head_request=False)
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await taken.answer
+    except TimeoutError as error:
+        raise CallFailed(f"no response within {timeout_s:g} s") from error
+    finally:
+        if not taken.over:
+            connection.abandon()
+
+
+class _Taken:
+    """A sink of one response."""
+
+    def __init__(self) -> None:
+        self.answer: asyncio.Future[HttpAnswer] = asyncio.get_running_loop().create_future()
+        #: The connection has no more to say of it.
+        self.over = False
+        self._head: UpstreamHead
+        self._parts: list[bytes] = []
+
+    def response_head(self, head: UpstreamHead) -> None:
+        self._head = head
+        self._parts.append(head.body)
+
+    def response_body(self, data: bytes) -> None:
+        self._parts.append(data)
+
+    def response_end(self) -> None:
+        self.over, head = True, self._head
+        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in head.first.items()}
+        if not self.answer.done():
+            self.answer.set_result(HttpAnswer(head.status, headers, b"".join(self._parts)))
+
+    def upstream_lost(self, reason: str, *, answered: bool) -> None:
+        self.over = True
+        if not self.answer.done():
+            self.answer.set_exception(Lost(reason) if answered else _Unanswered(reason))
+
+
 async def until_answered(
     attempts: CallAttempts,
     send: Callable[[], Awaitable[HttpAnswer]],
@@ -210,15 +282,22 @@ async def _connect(
     if parts.scheme == "https" and secure is None:
         raise CallFailed(f"{url}: no certificates are given to check it against")
     port = parts.port or (443 if secure else 80)
+    async with _connecting(timeout_s):
+        transport, _ = await asyncio.get_running_loop().create_connection(
+            lambda: stream, parts.hostname or "", port, ssl=secure
+        )
+        # It may have ended already.
+        with contextlib.suppress(OSError):
+            for option in PROBED:
+                transport.get_extra_info("socket").setsockopt(*option)
+
+
+@asynccontextmanager
+async def _connecting(timeout_s: float | None) -> AsyncIterator[None]:
+    """Raises CallFailed for what fails within."""
     try:
         async with asyncio.timeout(timeout_s):
-            transport, _ = await asyncio.get_running_loop().create_connection(
-                lambda: stream, parts.hostname or "", port, ssl=secure
-            )
-            # It may have ended already.
-            with contextlib.suppress(OSError):
-                for option in PROBED:
-                    transport.get_extra_info("socket").setsockopt(*option)
+            yield
     except TimeoutError as error:
         raise CallFailed(f"no connection within {timeout_s:g} s") from error
     except ConnectionRefusedError as error:

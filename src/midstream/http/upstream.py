@@ -1,4 +1,4 @@
-"""The replica side of the data path: pooled HTTP/1.1 connections, and response bodies passed on untouched.
+"""Pooled HTTP/1.1 connections: the replica side of the data path, with bodies passed on untouched, and calls (call.py).
 
 The parser finds the end of the head, the status and the end of the message; it never builds the body. A plain head (plain.py)
 does not need it, nor does the whole response of such a head.
@@ -15,11 +15,13 @@ import asyncio
 import socket
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Protocol, cast
+from urllib.parse import urlsplit
 
 import httptools
 import msgspec
 
 from midstream.http.plain import HEAD_BYTES_MAX, HEAD_END, Header, HeaderLines, NotPlain
+from midstream.http.tls import tls_for
 
 MAX_RESPONSE_HEAD_BYTES = 256 * 2**10
 # The end of a body in chunks.
@@ -195,7 +197,7 @@ class UpstreamConnection(asyncio.Protocol):
 
     def _take_plain(self, sink: ResponseSink, data: bytes) -> bool:
         """Take a read with a plain head, if the response is whole or comes in chunks. False: nothing has changed."""
-        if not data.startswith(_OK) or self._head_request or self._decoded is not None:
+        if not data.startswith(_OK) or self._head_request:
             return False
         end = data.find(HEAD_END, len(_OK), HEAD_BYTES_MAX)
         if end < 0:
@@ -210,7 +212,7 @@ class UpstreamConnection(asyncio.Protocol):
         rest = data[end + len(HEAD_END) :]
         length = first.get(b"content-length")
         if b"transfer-encoding" in first:
-            if length is not None:
+            if length is not None or self._decoded is not None:
                 return False
             self._in_body, self._left = True, None
             self._parser.feed_data(_CHUNKED_HEAD)
@@ -322,7 +324,7 @@ class UpstreamConnection(asyncio.Protocol):
 
 
 class DecodingConnection(UpstreamConnection):
-    """A connection for HTTP/1.0 clients, which do not know chunks: it hands on the decoded body. Not pooled."""
+    """It hands on the decoded body: to HTTP/1.0 clients, which do not know chunks, and to calls of our own."""
 
     def __init__(self, pool: UpstreamPool) -> None:
         super().__init__(pool)
@@ -341,10 +343,13 @@ IDLE_MAX = 1024
 class UpstreamPool:
     """Connections to one server: idle ones are reused, the most recently used first."""
 
-    def __init__(self, connect: Connect, connect_timeout_s: float) -> None:
-        """`connect` opens one connection for a protocol factory, e.g. loop.create_connection with an address."""
+    def __init__(self, connect: Connect, connect_timeout_s: float, *, decodes: bool = False) -> None:
+        """`connect` opens one connection for a protocol factory, e.g. loop.create_connection with an address. decodes: all
+        that are kept decode, else none."""
         self._connect = connect
         self._connect_timeout_s = connect_timeout_s
+        self._decodes = decodes
+        self._kept_max = IDLE_MAX
         self._idle: list[UpstreamConnection] = []
         self._all: dict[UpstreamConnection, None] = {}
 
@@ -361,7 +366,7 @@ class UpstreamPool:
 
     async def open(self, *, decode: bool = False) -> UpstreamConnection:
         """A fresh connection. Raises OSError, TimeoutError among them."""
-        kind = DecodingConnection if decode else UpstreamConnection
+        kind = DecodingConnection if decode or self._decodes else UpstreamConnection
         made: list[UpstreamConnection] = []
 
         def factory() -> asyncio.Protocol:
@@ -381,12 +386,34 @@ class UpstreamPool:
             self._idle.remove(connection)
 
     def give_back(self, connection: UpstreamConnection) -> None:
-        if connection._decoded is not None or len(self._idle) >= IDLE_MAX:
+        decodes = connection._decoded is not None
+        if decodes is not self._decodes or len(self._idle) >= self._kept_max:
             connection.abandon()
         else:
             self._idle.append(connection)
+
+    def close_idle(self, *, for_ever: bool = False) -> None:
+        """Close those without a request. for_ever: none is kept from now on; requests under way end as they may."""
+        if for_ever:
+            self._kept_max = 0
+        idle, self._idle = self._idle, []
+        for connection in idle:
+            connection.abandon()
 
     def close(self) -> None:
         for connection in list(self._all):
             connection.abandon()
         self._idle.clear()
+
+
+def pool_to(url: str, ca: str | None, connect_timeout_s: float, *, decodes: bool = False) -> UpstreamPool:
+    """Connections to the server of a base URL. ca: as of tls.tls_for, which may raise when a connection is opened."""
+
+    async def connect(factory: Callable[[], asyncio.Protocol]) -> object:
+        parts, tls = urlsplit(url), tls_for(url, ca)
+        port = parts.port or (443 if tls else 80)
+        return await asyncio.get_running_loop().create_connection(
+            factory, parts.hostname or "", port, ssl=tls
+        )
+
+    return UpstreamPool(connect, connect_timeout_s, decodes=decodes)

@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from midstream.core.config import GatewaySettings
 from midstream.fleet.registry import Deployments
@@ -23,8 +22,8 @@ from midstream.http.appserver import AppServer, socket_directory
 from midstream.http.http1 import ClientConnection
 from midstream.http.listening import LISTEN_BACKLOG, listening_sockets
 from midstream.http.message import ConnectionLimits
-from midstream.http.tls import HANDSHAKE_S, server_tls, tls_for
-from midstream.http.upstream import UpstreamPool
+from midstream.http.tls import HANDSHAKE_S, server_tls
+from midstream.http.upstream import UpstreamPool, pool_to
 from midstream.proxy.metrics import GatewayMetrics
 from midstream.proxy.proxy import Pools, Proxy
 from midstream.proxy.service import GatewayService
@@ -198,12 +197,4 @@ class Gateway:
         return UpstreamPool(connect, self._connect_timeout_s)
 
     def _tcp_pool(self, url: str) -> UpstreamPool:
-        parts = urlsplit(url)
-        tls = tls_for(url, self._replica_ca)
-        connect = functools.partial(
-            self._loop.create_connection,
-            host=parts.hostname,
-            port=parts.port or (443 if tls else 80),
-            ssl=tls,
-        )
-        return UpstreamPool(connect, self._connect_timeout_s)
+        return pool_to(url, self._replica_ca, self._connect_timeout_s)

@@ -20,6 +20,7 @@ import msgspec
 
 from midstream.core.decoding import message_of
 from midstream.core.errors import (
+    AnotherBoot,
     InvalidRequest,
     MidstreamError,
     NotFound,
@@ -76,7 +77,7 @@ REPORT_GAP_S = 0.05
 REPORT_AT_LEAST_EVERY_S = 1.0
 #: Sessions are reported sooner: another gateway may soon get the session's next turn.
 SESSIONS_GAP_S = 0.005
-_TOKEN = HEADER_TOKEN.encode()
+_TOKEN, _BOOT = HEADER_TOKEN.encode(), HEADER_BOOT.encode()
 OF_SESSIONS = "a question about sessions"
 #: Makes the exchange of a request.
 Serves = Callable[[Request, ClientConnection], Exchange]
@@ -108,7 +109,7 @@ class ReplicaApp:
         self._all_left = asyncio.Event()
         self._all_left.set()
         self._token = token.encode()
-        self._source = replica.source
+        self._replica = replica
         replica.earlier = EarlierTurns(replica.trees, token)
         outbox = Outbox()
         get, post = b"GET", b"POST"
@@ -176,7 +177,9 @@ class ReplicaApp:
     def exchange(self, request: Request, client: ClientConnection) -> Exchange:
         path = request.target.partition(b"?")[0]
         if path.startswith(FILES_PREFIX) and request.method in (b"GET", b"HEAD"):
-            return PeerFileExchange(request, client, self._source)
+            return PeerFileExchange(request, client, self._replica.source)
+        if path.startswith(b"/replica/") and not self._replica.had_boot(request.first.get(_BOOT)):
+            raise AnotherBoot("the replica restarted after this call was sent to it; retry this request")
         method, make = self._routes.get(path, (request.method, _nothing_here))
         if method != request.method:
             error = MethodNotAllowed(f"{line_of(request)}: Method Not Allowed", method.decode())

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections import deque
 from collections.abc import Coroutine
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -59,7 +60,8 @@ from midstream.replica.turns.tree import Trees, Turn
 log = logging.getLogger(__name__)
 
 RESTARTS = Backoff(first_s=0.5, last_s=10.0)
-
+#: No call is under way for longer than so many boots.
+BOOTS_MAX = 64
 
 DEFAULT_BOUNDS = Bounds()
 
@@ -116,6 +118,8 @@ class Replica:
         self._down: str | None = None
         self.closed = False
         self.boot = outside.new_boot()
+        # Those of this process, the last ones.
+        self._boots = deque((self.boot.encode(),), maxlen=BOOTS_MAX)
         self.source = source
         #: Its part in groups of trainers. No group outlives the boot.
         self.transfers = Transfers(source, lambda: self.boot if self.ready else None, outside.sleep)
@@ -192,6 +196,10 @@ class Replica:
             died=self.engine_died,
             driver_ended=self._driver_ended,
         )
+
+    def had_boot(self, boot: bytes | None) -> bool:
+        """Whether it is one of this process. None: whoever asks means no special one."""
+        return boot is None or boot in self._boots
 
     def serves(self, policy: str, boot: str | None = None) -> AbstractContextManager[Service]:
         """What serves a policy's requests, for one of them. boot: the one that is meant.
@@ -415,6 +423,7 @@ class Replica:
             # A new engine is started whatever the old one raises.
             log.exception("%s: the dead engine could not be closed", self.name)
         self.boot = self._outside.new_boot()
+        self._boots.append(self.boot.encode())
         # The cache died with the engine.
         self.own.namespaces.commit("all")
         self.sessions.close_all()
