@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 from gateway_harness import Stage, get, post
-from session_holders import all_usable, gateway, holders, home, until, until_known, where
+from reports import replica_report
+from session_holders import Holder, all_usable, gateway, holders, home, until, until_known, where
+
+from midstream.replica.sessions import Sessions
 
 ALICE, BOB = "authorization: Bearer alice\r\n", "x-api-key: bob\r\n"
 
@@ -72,6 +76,67 @@ async def test_a_session_that_is_deleted_is_closed_on_its_replica_and_new_for_ev
             status, shown = await ask(stage, "/v1/sessions/s", method=method)
             assert (status, shown["error"]["code"]) == (404, "not_found_error")
         assert (await where(other, "s"))[1] == "new"
+
+
+def asked_to_close(made: Sequence[Holder]) -> list[int]:
+    """How often each replica was."""
+    of = " /replica/sessions/close "
+    return [sum(of in request.start for request in holder.mock.requests) for holder in made]
+
+
+async def test_only_the_replicas_that_hold_turns_of_a_session_are_asked_to_close_it() -> None:
+    async with holders(4) as made, gateway(made) as stage:
+        await all_usable(stage)
+        first, _ = await where(stage, "s")
+        await where(stage, "stays")
+        at = [holder.name for holder in made].index(first)
+        await ask(stage, "/v1/sessions/s", method="DELETE")
+        assert asked_to_close(made) == [int(number == at) for number in range(4)]
+
+
+async def test_a_session_that_moved_is_closed_wherever_it_was() -> None:
+    """Also by a gateway that did not move it, and where a replica served one turn of it in passing."""
+    async with holders(4) as made, gateway(made) as stage, gateway(made) as other:
+        await all_usable(stage)
+        await all_usable(other)
+        homes = [(await where(stage, "s"))[0]]
+        for _ in range(2):
+            next(view for view in stage.views if view.name == homes[-1]).admitted = False
+            homes.append((await where(stage, "s"))[0])
+        assert len(set(homes)) == 3
+        await until_known(other, "s", homes[-1])
+        status, shown = await ask(other, "/v1/sessions/s", method="DELETE")
+        assert (status, sorted(shown["replicas"])) == (200, sorted(homes))
+        assert [len(holder.sessions) for holder in made] == [0] * 4
+        assert sum(asked_to_close(made)) == 3
+
+
+async def test_all_are_asked_to_close_a_session_if_its_home_does_not_know_it() -> None:
+    """A gateway that stood still may not have heard yet where another one brought it."""
+    async with holders(3) as made, gateway(made) as stage:
+        await all_usable(stage)
+        home, _ = await where(stage, "s")
+        away = next(holder for holder in made if holder.name != home)
+        # Nothing is reported of another table.
+        next(holder for holder in made if holder.name == home).sessions = Sessions()
+        with away.sessions.turn(("", "s"), 1):
+            pass
+        status, shown = await ask(stage, "/v1/sessions/s", method="DELETE")
+        assert (status, shown["replicas"]) == (200, [away.name])
+
+
+async def test_a_replica_that_began_again_is_asked_for_what_it_had_before() -> None:
+    """Turns outlive the engine, and sessions do not: nothing tells of them."""
+    async with holders(3) as made, gateway(made) as stage:
+        await all_usable(stage)
+        home, _ = await where(stage, "s")
+        other = next(index for index, holder in enumerate(made) if holder.name != home)
+        stage.views[other].replica.hear(replica_report(made[other].name, "b2"))
+        await ask(stage, "/v1/sessions/s", method="DELETE")
+        assert {made[index].name for index, asked in enumerate(asked_to_close(made)) if asked} == {
+            home,
+            made[other].name,
+        }
 
 
 async def test_a_gateway_that_has_just_started_does_not_say_that_a_session_is_missing() -> None:

@@ -7,7 +7,8 @@
 Always holds:
 - A tenant sees and closes its own sessions only. Sessions are those of the deployment that the headers name, else of the
   default one.
-- Replicas are asked each time; one that does not answer is named, and what others say is shown.
+- Replicas are asked each time; one that does not answer is named, and what others say is shown. To close a session, those are
+  asked that may hold turns of it.
 - A session that lived on several replicas is shown as one, all its turns together.
 - In a path, a slash of the key may be written %2F. So a key that ends in "/trace" can be read, too.
 """
@@ -191,10 +192,12 @@ class SessionsApi:
     )
     async def delete(self, request: Request) -> answers.SessionDeleted:
         deployment, session = self._deployments.named(request.headers), _session(request)
-        asked = msgspec.json.encode(SessionsAsked(tenant=session[0], key=session[1]))
-        replies, silent = await ask_replicas(deployment, "/replica/sessions/close", asked)
-        closed = [replica for replica, answer in replies if msgspec.json.decode(answer)["closed"]]
-        known = deployment.sessions.forget(session)
+        some, others = _holding(deployment, session)
+        closed, silent = await _close(deployment, session, some)
+        if not closed and others:
+            more, still = await _close(deployment, session, others)
+            closed, silent = closed + more, silent + still
+        known = deployment.sessions.over(session)
         if not closed and not known:
             raise self._not_there(session, silent)
         return answers.SessionDeleted(session[1], "session", True, closed, silent)
@@ -217,6 +220,30 @@ def _session(request: Request) -> Session:
 
 def views_of(deployment: Deployment) -> Sequence[ReplicaView]:
     return (*deployment.replicas.views, *deployment.replicas.leaving)
+
+
+def _holding(deployment: Deployment, session: Session) -> tuple[list[ReplicaView], list[ReplicaView]]:
+    """The replicas that may hold turns of the session, and all others."""
+    views, holders = views_of(deployment), deployment.sessions.holders(session)
+    if holders is None:
+        return list(views), []
+    some: list[ReplicaView] = []
+    others: list[ReplicaView] = []
+    for view in views:
+        replica = view.replica
+        # What an unheard one holds is not known.
+        may = view.name in holders or replica.heard is None or replica.began_again
+        (some if may else others).append(view)
+    return some, others
+
+
+async def _close(
+    deployment: Deployment, session: Session, views: Sequence[ReplicaView]
+) -> tuple[list[str], list[str]]:
+    """The replicas of these that closed the session, and those that did not answer."""
+    asked = msgspec.json.encode(SessionsAsked(tenant=session[0], key=session[1]))
+    replies, silent = await ask_replicas(deployment, "/replica/sessions/close", asked, views)
+    return [replica for replica, answer in replies if msgspec.json.decode(answer)["closed"]], silent
 
 
 async def _ask(

@@ -130,7 +130,7 @@ class Deployment:
         for session, stamp in report.held:
             self.sessions.learn(session, replica, stamp)
         for session in report.closed:
-            self.sessions.forget(session, replica)
+            self.sessions.closed(session, replica)
 
     def signalled(self, desired: Desired | None = None) -> None:
         """Something new is desired: `desired`, if it is known. Requests that come from now on can ask for it."""

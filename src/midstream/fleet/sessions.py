@@ -38,6 +38,8 @@ _COLON = re.compile(rb"[ \t\r\n]*:")
 _MEMBERS = {
     name: re.compile(re.escape(name) + _COLON.pattern) for names in _FIELDS.values() for name in names
 }
+#: Sessions of which it is known that several replicas hold them.
+BESIDE_MAX = 2**17
 # Of a replica that has named none, and its number.
 _FIRST_BOOT = ("", 0)
 
@@ -190,6 +192,8 @@ class SessionTable:
         self._boots: dict[str, tuple[str, int]] = {}
         # Sessions that live on each replica.
         self.counts: Counter[str] = Counter()
+        # Session to the replicas beside its home that hold turns of it, or did when they were last heard.
+        self._beside: OrderedDict[Session, set[str]] = OrderedDict()
         #: Session to the stamp by which it moved, unless a later turn was answered at its new home.
         self.moved: dict[Session, int] = {}
 
@@ -217,6 +221,11 @@ class SessionTable:
         self._homes.move_to_end(session)
         return replica, stamp
 
+    def holders(self, session: Session) -> set[str] | None:
+        """The replicas that hold turns of the session, as far as they are heard. None: it has no home."""
+        lives = self.lives(session)
+        return None if lives is None else {lives[0], *self._beside.get(session, ())}
+
     def begin(self, replica: str, boot: str) -> None:
         """The replica names the boot that reports its sessions: those of another boot are gone."""
         known, number = self._boots.get(replica, (boot, 0))
@@ -227,6 +236,19 @@ class SessionTable:
 
     def _boot(self, replica: str) -> int:
         return self._boots.get(replica, _FIRST_BOOT)[1]
+
+    def closed(self, session: Session, replica: str) -> None:
+        """The replica says that it does not hold the session any more."""
+        if (beside := self._beside.get(session)) is not None:
+            beside.discard(replica)
+            if not beside:
+                del self._beside[session]
+        self.forget(session, replica)
+
+    def over(self, session: Session) -> bool:
+        """It is over everywhere. Whether it had a home."""
+        self._beside.pop(session, None)
+        return self.forget(session)
 
     def forget(self, session: Session, replica: str | None = None, stamp: int | None = None) -> bool:
         """The session lives nowhere; or not on `replica`, or not by the placing of this stamp, any more. Whether it did."""
@@ -264,11 +286,20 @@ class SessionTable:
         before = self._homes.get(session)
         if before is None or before[2] != self._boot(before[0]) or (stamp, replica) > (before[1], before[0]):
             self._set(session, replica, stamp)
+        elif replica != before[0]:
+            self._holds_too(session, replica)
+
+    def _holds_too(self, session: Session, replica: str) -> None:
+        self._beside.setdefault(session, set()).add(replica)
+        if len(self._beside) > BESIDE_MAX:
+            self._beside.popitem(last=False)
 
     def _set(self, session: Session, replica: str, stamp: int) -> None:
         before = self._homes.get(session)
         if before is not None:
             self._left(before)
+            if before[0] != replica:
+                self._holds_too(session, before[0])
         self._homes[session] = (replica, stamp, self._boot(replica))
         self._homes.move_to_end(session)
         self.counts[replica] += 1
