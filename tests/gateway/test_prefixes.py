@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 from functools import partial
 from typing import Any
 
@@ -11,8 +12,9 @@ import pytest
 from gateway_harness import Message, Peer, Stage, post, respond_ok, staged
 from session_holders import until
 
+from midstream.core.types import Session
 from midstream.fleet import prefixes
-from midstream.fleet.prefixes import BOUNDS, FIRST_BOUND, LAST_BOUND, PrefixTable, group_of, read_prompt
+from midstream.fleet.prefixes import BOUNDS, FIRST_BOUND, LAST_BOUND, PrefixTable, read_prompt
 
 
 def chat(*turns: str, **more: Any) -> bytes:
@@ -209,6 +211,11 @@ async def test_a_group_of_samples_of_one_prompt_spreads_over_replicas_by_load(
 # -- groups of sessions
 
 
+def group_of(tenant: str, body: bytes, table: PrefixTable | None = None) -> Session | None:
+    found = (table or PrefixTable()).group(tenant, body)
+    return None if found is None else found.key
+
+
 def test_a_group_is_of_one_prompt_to_its_end() -> None:
     system = text("the same for all ", 40_000)
     one = group_of("", chat(system, "task 1"))
@@ -245,7 +252,37 @@ def test_each_wire_has_groups(name: str) -> None:
 )
 def test_what_is_short_or_long_or_no_prompt_has_no_group(body: bytes) -> None:
     assert group_of("", body) is None
-    assert PrefixTable().group("", body) is None
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_was_asked_before_changes_no_group(seed: int) -> None:
+    """Gateways agree on groups, whatever each has seen. Long prompts of before are compared instead of digested."""
+    draw, table = random.Random(seed), PrefixTable()
+    long = text("the same for all ", 9000)
+
+    def body() -> bytes:
+        task = draw.choice(["", "a", "ab", 'ab"', "ab\\", "b"])
+        prompt = long + task
+        message, part = {"role": "user", "content": prompt}, {"type": "text", "text": prompt}
+        said: dict[str, Any] = draw.choice(
+            [
+                {"messages": [message]},
+                {"messages": [message, {"role": "user", "content": "x"}]},
+                {"messages": [{"role": "user", "content": [part]}]},
+                {"prompt": prompt},
+                {"prompt": [*range(2500), len(task)]},
+                {"input": prompt, "text": {"format": task}},
+                {"text": prompt},
+            ]
+        )
+        return json.dumps({"model": "m"} | said | {"seed": draw.random()}).encode()
+
+    groups = []
+    for _ in range(60):
+        asked, tenant = body(), draw.choice(["", "t"])
+        groups.append(group_of(tenant, asked, table))
+        assert groups[-1] == group_of(tenant, asked)
+    assert len(set(groups)) > 20
 
 
 async def test_sessions_of_one_prompt_go_to_one_replica_and_those_of_a_system_prompt_do_not() -> None:

@@ -33,6 +33,8 @@ from operator import attrgetter
 from types import MappingProxyType
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
+import msgspec
+
 from midstream.core.types import Session
 from midstream.fleet.loads import LoadTable
 from midstream.fleet.prefixes import Known, SessionGroup
@@ -51,6 +53,8 @@ CLEARLY_FILLED, FILLED_FROM = 0.05, 0.5
 GROUP_SLACK = 2
 # Requests over the limit, for a prompt that would have to be computed anywhere else.
 FOLLOW_SLACK = 2
+# So many replicas are looked at one after the other. If more are overloaded, numpy looks at all.
+TRIED_MAX = 8
 _load, _place = attrgetter("load"), attrgetter("place")
 _MASK = 2**64 - 1
 # Constants of splitmix64.
@@ -111,8 +115,7 @@ class Candidate:
         return self.filled
 
 
-@dataclass(frozen=True, slots=True)
-class Decision:
+class Decision(msgspec.Struct, frozen=True):
     # The replica's name.
     replica: str
     reason: RouteReason
@@ -321,6 +324,8 @@ class _Arrays:
         # The first step of _mix gives the same for the parts of an exclusive or, so the seeds take it here.
         self._seeds = np.array(seeds, np.uint64)
         self._seeds ^= self._seeds >> self._by_30
+        # A score behind all others.
+        self._last = np.uint64(0) if even else -math.inf
         # Where scores are computed.
         self._scores, self._shifted = np.empty_like(self._seeds), np.empty_like(self._seeds)
 
@@ -341,17 +346,25 @@ class _Arrays:
     def best(self, session: int, bound: float) -> list[_Ranked]:
         """The first two in rendezvous order that are under their limits, or the only one."""
         np, scores, total = self._np, self._score(session), self.total()
-        # There are at least ARRAYS_FROM members.
-        first, second = two = _first_two(scores)
-        limits = [load_limit(total, bound, self._weight_at[at], self._all) for at in two]
-        if self._replicas[first].load < limits[0] and self._replicas[second].load < limits[1]:
-            # Nearly all decisions take this branch.
-            rank = 2 if scores[second] < scores[first] else 1
-            return [(first, 1, limits[0]), (second, rank, limits[1])]
+        found: list[_Ranked] = []
+        for rank in range(1, TRIED_MAX + 1):
+            at = int(scores.argmax())
+            limit = load_limit(total, bound, self._weight_at[at], self._all)
+            if self._replicas[at].load < limit:
+                found.append((at, rank, limit))
+                if len(found) == 2:
+                    # Nearly all decisions end here.
+                    return found
+            scores[at] = self._last
+        scores = self._score(session)
         every = np.ceil((1 + bound) * (total + 1) * self._weights / self._all)
         free = (self._loads() < every).nonzero()[0]
-        two = [int(free[at]) for at in _first_two(scores[free])]
-        return [(at, 1 + int(np.count_nonzero(scores > scores[at])), int(every[at])) for at in two]
+        left, found = scores[free], []
+        for _ in range(min(2, len(free))):
+            best = int(left.argmax())
+            at, left[best] = int(free[best]), self._last
+            found.append((at, 1 + int(np.count_nonzero(scores > scores[at])), int(every[at])))
+        return found
 
     def _loads(self) -> Any:
         if self._table is not None:
@@ -372,20 +385,6 @@ class _Arrays:
         np.right_shift(x, self._by_31, shifted)
         np.bitwise_xor(x, shifted, x)
         return x if self._even else np.log((x.astype(np.float64) + 0.5) / 2**64) / self._weights
-
-
-def _first_two(scores: Any) -> list[int]:
-    """The places of the highest two, or of the only one. Of equal ones the first comes first."""
-    first = int(scores.argmax())
-    before, after = scores[:first], scores[first + 1 :]
-    if not first:
-        return [first, 1 + int(after.argmax())] if len(after) else [first]
-    second = int(before.argmax())
-    if len(after):
-        later = first + 1 + int(after.argmax())
-        if scores[later] > scores[second]:
-            second = later
-    return [first, second]
 
 
 def _close(there: float, other: float) -> bool:
