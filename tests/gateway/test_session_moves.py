@@ -86,13 +86,13 @@ async def test_a_session_that_its_home_hands_over_lives_where_that_costs_least()
         dear, cheap = [at for at in range(3) if at != home]
         hear(stage, dear, pace=TurnPace(prefill_tokens_s=300.0))
         hear(stage, cheap)
-        stage.mocks[home].handler = hands_over(handed())
+        stage.mocks[home].handler = hands_over(handed(opened=300))
         moved = await stage.ask(post(headers=SESSION))
         assert (moved.status, moved.headers["x-midstream-route-reason"]) == (200, "priced")
         assert moved.headers["x-midstream-replica"] == lives(stage) == f"replica-{cheap}"
         request = stage.mocks[cheap].requests[-1]
         said = msgspec.json.decode(request.headers["x-midstream-moved"], type=Moved)
-        assert said == Moved(url=stage.views[home].url, begun=True, age_s=7.0)
+        assert said == Moved(url=stage.views[home].url, begun=True, age_s=7.0, opened=300)
         assert int(request.headers["x-midstream-placed"]) > 0
         assert (counts(stage), stage.metrics.retries["handed_over"]) == ({"wait": 1}, 1)
         again = await stage.ask(post(headers=SESSION))

@@ -24,7 +24,8 @@ from midstream.core.headers import (
 from midstream.core.kv import KvStats
 from midstream.core.price import Handed, Moved, RoomOffer
 from midstream.replica.gate import Door
-from midstream.replica.kv_budget import KvBudget, KvTurn
+from midstream.replica.kv_account import Beginning
+from midstream.replica.kv_budget import KvBudget, KvTurn, beginning
 from midstream.replica.moves import Movable, Moves
 
 LONG = "a prompt that is long enough to measure"
@@ -103,6 +104,7 @@ def test_a_turn_that_waits_is_handed_over_when_that_pays_and_frees_its_claim(tmp
         handed = handed_over(await second)
         assert (handed.reason, handed.begun, handed.tokens, handed.saved_s) == ("wait", True, 41, 4.0)
         assert handed.age_s >= 4.0
+        assert handed.opened == len("a short prompt c") < handed.tokens
         assert account.claimed < claimed
         assert isinstance(here.engine, SmallCache)
         assert here.replica.report().pace.waiting == 0
@@ -113,6 +115,7 @@ def test_a_turn_that_waits_is_handed_over_when_that_pays_and_frees_its_claim(tmp
         await offer(here)
         await close(here, "a")
         assert (await again).status_code == 200
+        assert account.opened(("", "c")) == handed.opened, "it is of its group as before"
         assert account.number(("", "c")) == number < account.number(("", "d"))
         assert here.engine.sessions_over == ["\0a"], "what the cache has of a session that came back is kept"
 
@@ -353,6 +356,25 @@ def test_a_replica_that_had_no_request_yet_says_how_much_room_it_has(tmp_path: P
         assert (waits.budget_tokens, waits.claimed_tokens) == (100, 0)
 
     test(tmp_path, work)
+
+
+def test_a_session_that_moved_is_of_the_group_that_it_was_of() -> None:
+    """Else each one that moves claims the group's prompt again, and others wait for room that is there."""
+    first = tuple(range(40))
+    prompt = (*first, *range(100, 150))
+
+    def of(moved: Moved | None, prompt: tuple[int, ...] = prompt) -> Beginning:
+        return beginning(KvTurn(("", "s"), prompt, moved=moved))
+
+    group = of(None, first)
+    assert of(Moved(url="http://before", opened=40)) == group._replace(size=40)
+    # Its home before may be of an older version, or the history was cut since. It shares what its family does.
+    for unknown in (of(Moved(url="http://before")), of(Moved(url="http://before", opened=99))):
+        assert (unknown.family, unknown.size) == (group.family, 0)
+        assert unknown.group != group.group
+    # It has not begun, or brings nothing.
+    for new in (of(Moved(url="http://before", begun=False, opened=40)), of(Moved())):
+        assert new == of(None)
 
 
 def test_a_call_meant_for_a_boot_of_another_process_is_refused(tmp_path: Path) -> None:

@@ -18,12 +18,11 @@ from midstream.replica.kv_account import (
     GROUP_KNOWN_FROM,
     TURNS_EXPECTED,
     Beginning,
-    Forecast,
     KvAccount,
     SessionNeed,
-    most_at_once,
 )
 from midstream.replica.kv_budget import KvBudget, KvTurn
+from midstream.replica.kv_lengths import Forecast, most_at_once
 from midstream.replica.kv_queue import KvQueue, Waiting
 
 
@@ -318,6 +317,25 @@ class Families:
         self.account.begin(("", name), Beginning(0, 1 + self.groups[name]), len(self.contexts[name]), 0.0)
         self.account.end_turn(("", name), len(self.contexts[name]), 0.0)
 
+    def come(self, *, kv: bool) -> None:
+        """A session with a history moves here. kv: it brings its own."""
+        self.number += 1
+        name, group = f"s{self.number}", self.draw.randrange(4)
+        first = (*range(40), *range(1000 * (group + 1), 1000 * (group + 1) + 60))
+        context = first + tuple(-1000 * self.number - at for at in range(self.draw.randrange(1, 50)))
+        cached = max((_alike(context, other) for other in self.contexts.values()), default=0)
+        come = Beginning(0, 1 + group, len(first))
+        new = self.account.asks(come, len(context))
+        self.account.begin(("", name), come, len(context), 0.0)
+        assert self.account.live <= self.account.of_sessions
+        assert new >= len(context) - len(first)
+        self.account.found(("", name), len(context) if kv else cached)
+        self.account.end_turn(("", name), len(context), 0.0)
+        assert self.account.opened(("", name)) == len(first)
+        self.contexts[name], self.groups[name] = context, group
+        # No other one has these tokens.
+        self.number += 1
+
     def end(self, name: str) -> None:
         del self.contexts[name], self.groups[name]
         self.account.end(("", name))
@@ -329,13 +347,18 @@ class Families:
 
     def step(self) -> None:
         names = sorted(self.contexts)
-        match self.draw.choice("bbge") if names else "b":
+        match self.draw.choice("bbgemk") if names else self.draw.choice("bm"):
             case "b":
                 self.begin()
             case "g":
                 self.grow(self.draw.choice(names))
             case "e":
                 self.end(self.draw.choice(names))
+            case "m":
+                self.come(kv=False)
+            case "k":
+                # Where no two groups are there, nothing says what they share.
+                self.come(kv=len(set(self.groups.values())) > 1)
 
 
 def _alike(one: tuple[int, ...], other: tuple[int, ...]) -> int:

@@ -69,7 +69,8 @@ class RoomOffer(msgspec.Struct, frozen=True, kw_only=True):
 class Handed(msgspec.Struct, frozen=True, kw_only=True):
     """What a replica says of a turn that it hands over. tokens: of its prompt, which will be computed again. needs: what its
     session will claim. Both are of all turns of the session that go with it, so all have one decision. saved_s: by going at
-    once. age_s: since the session began, or the turn came. prefill_tokens_s: measured at home."""
+    once. age_s: since the session began, or the turn came. prefill_tokens_s: measured at home. opened: tokens of the session's
+    first prompt, which others of its group have; 0: not known."""
 
     reason: MoveReason
     tokens: _Whole
@@ -78,15 +79,17 @@ class Handed(msgspec.Struct, frozen=True, kw_only=True):
     age_s: _Time
     begun: bool
     prefill_tokens_s: _Time
+    opened: _Whole = 0
 
 
 class Moved(msgspec.Struct, frozen=True, kw_only=True):
     """What a gateway says of a session to its new home. url: of the one before, which has its turns; "": it has none, or is
-    gone. begun: its history is computed again. age_s: as in Handed; 0 where the session was not handed over."""
+    gone. begun: its history is computed again. age_s, opened: as in Handed; 0 where the session was not handed over."""
 
     url: str = ""
     begun: bool = True
     age_s: _Time = 0.0
+    opened: _Whole = 0
 
 
 class Target(NamedTuple):

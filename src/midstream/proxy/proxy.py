@@ -334,7 +334,7 @@ class Proxy:
             )
             if other.stamp:
                 url = home.url if handed.begun else ""
-                other.moved = Moved(url=url, begun=handed.begun, age_s=handed.age_s)
+                other.moved = Moved(url=url, begun=handed.begun, age_s=handed.age_s, opened=handed.opened)
                 if handed.begun:
                     other.came_from = home.name
                     deployment.sessions.moved[session] = other.stamp

@@ -13,14 +13,13 @@ Always holds:
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from operator import itemgetter
 from typing import NamedTuple
 
 from midstream.core.types import Session
-from midstream.replica.kv_lengths import LEARNED_FROM, Lengths, Recent
+from midstream.replica.kv_lengths import ENDS_AT, LEARNED_FROM, Forecast, Lengths, Recent, most_at_once
 
 #: So many are enough for a group to be judged by its own.
 GROUP_KNOWN_FROM = 4
@@ -29,9 +28,6 @@ GROUPS_MAX = 1024
 MOVED_MAX = 4096
 #: Of sessions that came to more tokens than this one has, the share that its need covers; and of answers, likewise.
 COVERED = 0.6
-#: A session is expected to end at one of these shares of what others came to, each as likely. The shortest fifth is left out,
-#: as a margin.
-ENDS_AT = (0.4, 0.6, 0.8, 0.99)
 #: A session that has more than any came to that is known will grow as much again as it grew, as is expected, and in all by so
 #: many turns at least.
 TURNS_EXPECTED = 12
@@ -44,10 +40,16 @@ COMES_BACK, JUDGED_FROM = 0.1, 4
 
 
 class Beginning(NamedTuple):
-    """What sessions may have in common, as hashes. family: the first tokens of the first prompt. group: all of it."""
+    """What sessions may have in common, as hashes. family: the first tokens of the first prompt. group: all of it. size: its
+    tokens, of a session that begins here with more; 0: not known. None: it begins with its first prompt."""
 
     family: int
     group: int
+    size: int | None = None
+
+    def of(self, tokens: int) -> int:
+        """Tokens of the first prompt, of so many."""
+        return tokens if self.size is None else min(self.size, tokens)
 
 
 @dataclass(eq=False, slots=True)
@@ -82,34 +84,6 @@ class SessionNeed:
         return Forecast(self.live, max(0, self.counted - self.live), self.ends)
 
 
-class Forecast(NamedTuple):
-    """What a session has; what it claims more; and what it may grow by, each as likely: one number or four. None: what it
-    claims."""
-
-    live: int
-    growth: int
-    ends: tuple[int, ...] = ()
-
-
-def most_at_once(claims: Iterable[Forecast]) -> int:
-    """Of sessions that grow alike, and of which each ends once it has grown: the most that they are expected to have at one
-    time."""
-    # In quarters of a token and of a session.
-    whole = len(ENDS_AT)
-    parts = [
-        (end, one.live * whole // len(ends), whole // len(ends))
-        for one in claims
-        for ends in [one.ends or (one.growth,)]
-        for end in ends
-    ]
-    most = held = count = 0
-    for end, live, part in sorted(parts, key=itemgetter(0), reverse=True):
-        held += live
-        count += part
-        most = max(most, held + count * end)
-    return -(-most // whole)
-
-
 class KvAccount:
     """capacity: 0 where nothing is known of the cache. understated: sessions that came to more than their client said."""
 
@@ -123,8 +97,8 @@ class KvAccount:
         self._sessions: dict[Session, SessionNeed] = {}
         # Between two turns and not silent for too long, the longest silent first.
         self._idle: OrderedDict[Session, None] = OrderedDict()
-        # The numbers of sessions that were to go on elsewhere. Nobody may have taken them.
-        self._moved: OrderedDict[Session, int] = OrderedDict()
+        # The number and `opened` of sessions that were to go on elsewhere. Nobody may have taken them.
+        self._moved: OrderedDict[Session, tuple[int, int]] = OrderedDict()
         self._groups: OrderedDict[int, Lengths] = OrderedDict()
         # Those of each family that claim, for what they share; and how many each group has.
         self._members: dict[int, dict[Session, SessionNeed]] = {}
@@ -178,6 +152,11 @@ class KvAccount:
         """That run. Simulated histories look at it."""
         return sum(one.turns for one in self._sessions.values())
 
+    def opened(self, session: Session) -> int:
+        """Tokens of its first prompt; 0: not known."""
+        one = self._sessions.get(session)
+        return self._moved.get(session, (0, 0))[1] if one is None else one.opened
+
     def runs(self, session: Session) -> bool:
         one = self._sessions.get(session)
         return one is not None and one.turns > 0
@@ -202,8 +181,9 @@ class KvAccount:
         return self.live + one.live <= room and most_at_once([one, *begun]) <= room
 
     def _new(self, first: Beginning, tokens: int, said: int | None, beside: int) -> Forecast:
-        own = 0 if first.group in self._mates else tokens
-        return self._forecast_of(own + beside, first, tokens, said)
+        opened = first.of(tokens)
+        own = tokens - opened if first.group in self._mates else tokens
+        return self._forecast_of(own + beside, first, tokens, said, tokens - (opened or tokens))
 
     def _forecast_of(
         self, live: int, first: Beginning, tokens: int, said: int | None, grown: int = 0
@@ -276,7 +256,7 @@ class KvAccount:
     def number(self, session: Session) -> int:
         """In the order in which sessions began. The last one is one that is over, and has a turn all the same."""
         one = self._sessions.get(session)
-        return self._moved.get(session, self._number + 1) if one is None else one.number
+        return self._moved.get(session, (self._number + 1, 0))[0] if one is None else one.number
 
     def begin(
         self,
@@ -294,9 +274,10 @@ class KvAccount:
         one = self._sessions.get(session)
         if one is None:
             self._number += 1
-            number = self._moved.pop(session, self._number)
-            one = self._sessions[session] = SessionNeed(first, tokens, number=number)
-            one.shared = tokens if first.group in self._mates else 0
+            number, _ = self._moved.pop(session, (self._number, 0))
+            opened = first.of(tokens)
+            one = self._sessions[session] = SessionNeed(first, opened or tokens, number=number)
+            one.shared = opened if first.group in self._mates else 0
         elif not one.turns and one.begun:
             # What it waited here is no silence.
             self._gaps.add(max(0.0, (now if came_at is None else came_at) - one.used_at))
@@ -320,9 +301,13 @@ class KvAccount:
         if one is None or one.begun:
             return
         one.begun = True
-        members = self._members.get(one.first.family, {})
+        members, came_with = self._members.get(one.first.family, {}), one.first.size
         if session in members:
-            if self._mates[one.first.group] == 1:
+            if came_with is not None and cached >= came_with:
+                # Behind its first prompt, what is there is its own. Alone, it may have all of it from its home before.
+                alone = self._mates[one.first.group] == 1
+                cached = min(came_with, self._shared.get(one.first.family, 0)) if alone else came_with
+            elif self._mates[one.first.group] == 1:
                 # Ended sessions of its group left a part of the prompt in the cache. No other session claims it.
                 cached = self._common(one.first.family, cached)
             one.shared = 0 if len(members) == 1 else min(max(cached, one.shared), one.held)
@@ -360,7 +345,7 @@ class KvAccount:
         if one is None:
             return False
         if elsewhere:
-            self._moved[session] = one.number
+            self._moved[session] = one.number, one.opened
             if len(self._moved) > MOVED_MAX:
                 self._moved.popitem(last=False)
         if session in self._idle:

@@ -160,7 +160,7 @@ class KvBudget:
         if session is None:
             self.account.without_session(tokens + turn.beside)
             return
-        first = beginning(turn)
+        first = self._beginning(turn)
         self._lapse()
         one = Waiting(session, first, tokens, turn.said, turn.priority, now, over=turn.over, shut=turn.shut)
         # A session that moved here waits as a new one that is as old.
@@ -222,15 +222,17 @@ class KvBudget:
 
     def _movable(self, one: Waiting, now: float) -> Movable:
         needs = max(one.tokens, self.account.asks(one.first, one.tokens, one.said, one.beside))
-        return Movable(one.session, one.tokens, needs, one.begun, max(0.0, now - one.came_at), one.beside)
+        waited_s, opened = max(0.0, now - one.came_at), self.account.opened(one.session)
+        return Movable(one.session, one.tokens, needs, one.begun, waited_s, one.beside, opened)
 
     def _hand_over_at_once(self, turn: KvTurn, now: float) -> None:
         """Raises HandedOver."""
         session, tokens = turn.session, len(turn.prompt)
         if session is not None and self._stays(session):
             return
-        needs = max(tokens, self.account.asks(beginning(turn), tokens, turn.said, turn.beside))
-        handed = self.moves.on_arrival(Movable(session, tokens, needs, turn.begun, 0.0), now)
+        needs = max(tokens, self.account.asks(self._beginning(turn), tokens, turn.said, turn.beside))
+        opened = 0 if session is None else self.account.opened(session)
+        handed = self.moves.on_arrival(Movable(session, tokens, needs, turn.begun, 0.0, opened=opened), now)
         if handed is not None:
             self._goes(session)
             raise _handed_over(handed)
@@ -264,6 +266,9 @@ class KvBudget:
         self._goes(session)
         self._ended(session)
         self._settle()
+
+    def _beginning(self, turn: KvTurn) -> Beginning:
+        return beginning(turn, 0 if turn.session is None else self.account.opened(turn.session))
 
     def _over(self, turn: KvTurn, session: Session, context: int) -> None:
         now = self._monotonic()
@@ -404,8 +409,18 @@ def session_name(session: Session) -> str:
     return "\0".join(session)
 
 
-def beginning(turn: KvTurn) -> Beginning:
-    return Beginning(hash((turn.apart, turn.prompt[:FAMILY_TOKENS])), hash((turn.apart, turn.prompt)))
+def beginning(turn: KvTurn, opened: int = 0) -> Beginning:
+    """opened: tokens of the session's first prompt, if it was here before. Of one that moved here, its home before says them.
+    If that did not, the session has no group here."""
+    prompt, moved = turn.prompt, turn.moved
+    size: int | None = opened or None
+    if size is None and moved is not None and moved.begun and (moved.url or moved.opened):
+        size = moved.opened
+    if size is not None and size > len(prompt):
+        # It was edited.
+        size = 0
+    first = prompt[:size] if size else prompt
+    return Beginning(hash((turn.apart, prompt[:FAMILY_TOKENS])), hash((turn.apart, first)), size)
 
 
 def expected_tokens(headers: Mapping[str, str], most: int = EXPECTED_TOKENS_MAX) -> int | None:

@@ -1,4 +1,4 @@
-"""The latest values of what was measured, and how far sessions come. Pure.
+"""The latest values of what was measured, how far sessions come, and what those that grow have at one time. Pure.
 
 Always holds: at most LEARNED_FROM values are kept, the latest. A session that is under way says of the lengths that it has
 passed that it did not end there. So the first ones that end, which are the short ones, are not taken for all.
@@ -11,11 +11,16 @@ from bisect import bisect_left, bisect_right, insort
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from operator import itemgetter
+from typing import NamedTuple
 
 LEARNED_FROM = 256
 ROUNDING = 1e-9
 #: Lengths are judged again when one of so many is new.
 JUDGED_AGAIN = 16
+#: A session is expected to end at one of these shares of what others came to, each as likely. The shortest fifth is left out,
+#: as a margin.
+ENDS_AT = (0.4, 0.6, 0.8, 0.99)
 
 
 @dataclass(eq=False, slots=True)
@@ -80,3 +85,31 @@ class Lengths:
         before = self._further[first - 1] if first else 0.0
         at = bisect_left(self._further, before - math.log1p(-share) - ROUNDING, first)
         return self._judged[at] if at < len(self._judged) else None
+
+
+class Forecast(NamedTuple):
+    """What a session has; what it claims more; and what it may grow by, each as likely: one number or four. None: what it
+    claims."""
+
+    live: int
+    growth: int
+    ends: tuple[int, ...] = ()
+
+
+def most_at_once(claims: Iterable[Forecast]) -> int:
+    """Of sessions that grow alike, and of which each ends once it has grown: the most that they are expected to have at one
+    time."""
+    # In quarters of a token and of a session.
+    whole = len(ENDS_AT)
+    parts = [
+        (end, one.live * whole // len(ends), whole // len(ends))
+        for one in claims
+        for ends in [one.ends or (one.growth,)]
+        for end in ends
+    ]
+    most = held = count = 0
+    for end, live, part in sorted(parts, key=itemgetter(0), reverse=True):
+        held += live
+        count += part
+        most = max(most, held + count * end)
+    return -(-most // whole)

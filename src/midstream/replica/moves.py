@@ -56,7 +56,7 @@ class EndedTurn(Protocol):
 
 class Movable(NamedTuple):
     """A turn that may go. begun: its session has begun here. waited_s: so far. needs: what its session will claim, with what
-    this turn has `beside` its context."""
+    this turn has `beside` its context. opened: as in Handed."""
 
     session: Session | None
     tokens: int
@@ -64,6 +64,7 @@ class Movable(NamedTuple):
     begun: bool
     waited_s: float
     beside: int = 0
+    opened: int = 0
 
 
 class Came(NamedTuple):
@@ -290,6 +291,7 @@ class Moves:
             age_s=max(0.0, age_s),
             begun=self._has_begun(turn),
             prefill_tokens_s=_rounded(self.pace.prefill_tokens_s),
+            opened=turn.opened,
         )
 
 
@@ -310,6 +312,7 @@ def _by_session(waiting: Sequence[Movable]) -> list[tuple[Movable, list[int]]]:
                 before.begun or one.begun,
                 max(before.waited_s, one.waited_s),
                 beside,
+                one.opened,
             )
         found[key] = one, [*places, at]
     return list(found.values())
