@@ -215,11 +215,12 @@ class PushDoor:
         or what is said of policies, the replicas hold the weights, and another call may come until the deadline.
         """
         finish_s = self._settings.finish_s
-        before = await finished_before(self._ledger, deployment.name, said)
+        group = await self._ledger.transfer(deployment.name)
+        before = await finished_before(self._ledger, deployment.name, group, said)
         if before is not None:
             await publishing.served(before.desired, before.replicas, finish_s)
             return before
-        seen = await self._open(deployment, Event.FINISH)
+        seen = await self._check(deployment, group, Event.FINISH)
         push_members.check_reachable(deployment, seen, every=False)
         # The replicas hold the weights for a name as long as they would have had for the first one.
         within_s = None if seen.phase is Phase.UNNAMED else finish_s + GRACE_S
@@ -296,7 +297,10 @@ class PushDoor:
 
     async def _open(self, deployment: Deployment, event: Event) -> Transfer:
         """The group, in a phase in which the call may come. Raises Conflict."""
-        group = await self._ledger.transfer(deployment.name)
+        return await self._check(deployment, await self._ledger.transfer(deployment.name), event)
+
+    async def _check(self, deployment: Deployment, group: Transfer | None, event: Event) -> Transfer:
+        """The group, if the call may come in its phase. Raises Conflict."""
         if group is None:
             raise Conflict(f"no trainer's group is open for {deployment.name}; {INIT}")
         if group.late(self._ledger.clock()):

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from midstream.core.errors import Conflict
 from midstream.core.types import Content, Desired
-from midstream.ledger import Begun, Committing, Ledger, Phase, SignalResult, TransferUpdate
+from midstream.ledger import Begun, Committing, Ledger, Phase, SignalResult, Transfer, TransferUpdate
 
 
 class UpdateSignal(Protocol):
@@ -34,9 +34,10 @@ class Finished:
     fenced: dict[str, str]
 
 
-async def finished_before(ledger: Ledger, deployment: str, said: Begun) -> Finished | None:
-    """What the last update became, if it has this name and no other was started since. Raises Conflict."""
-    group = await ledger.transfer(deployment)
+async def finished_before(
+    ledger: Ledger, deployment: str, group: Transfer | None, said: Begun
+) -> Finished | None:
+    """What the group's last update became, if it has this name and no other was started since. Raises Conflict."""
     if group is None or group.phase is not Phase.JOINED:
         return None
     update = await ledger.committed_update(group)

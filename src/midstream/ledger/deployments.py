@@ -87,12 +87,15 @@ _COUNTED = sa.select(policy_counts.c.count).where(
     policy_counts.c.deployment == sa.bindparam("host"), policy_counts.c.scope == sa.bindparam("of")
 )
 _TOUCH = deployments.update().where(deployments.c.name == sa.bindparam("key"))
-_TOUCH = _TOUCH.values(generation=deployments.c.generation)
+_TOUCH = _TOUCH.values(generation=deployments.c.generation).returning(*deployments.c)
 
 
 def find(db: sa.Connection, name: str) -> Any:
     """The row of the deployment. Raises NotFound."""
-    row = db.execute(_FIND, {"key": name}).one_or_none()
+    return _there(db.execute(_FIND, {"key": name}).one_or_none(), name)
+
+
+def _there(row: Any, name: str) -> Any:
     if row is None:
         raise NotFound(f"there is no deployment {name}")
     return row
@@ -107,8 +110,7 @@ def lock(db: sa.Connection, name: str) -> Any:
 
 def hold(db: sa.Connection, name: str) -> Any:
     """Like lock, for a change that readers do not see, or that the caller marks."""
-    db.execute(_TOUCH, {"key": name})
-    return find(db, name)
+    return _there(db.execute(_TOUCH, {"key": name}).one_or_none(), name)
 
 
 def check_takes(row: Any) -> None:
@@ -265,7 +267,7 @@ def revise_beside(
 ) -> DeploymentRow:
     for row in every(db):
         # In the order of names. No other transaction holds two deployments, so none waits for one that waits for it.
-        db.execute(_TOUCH, {"key": row.name})
+        db.execute(_TOUCH, {"key": row.name}).one_or_none()
     return update(db, name, change(one(db, name), [row for row in every(db) if row.name != name]), now)
 
 

@@ -415,11 +415,14 @@ class Ledger:
         begun: what is said of an update that begins.
         """
         now = self.clock.read
-        return await self._write(
-            lambda db: transfers.move(
+
+        def move(db: sa.Connection) -> transfers.Transfer:
+            deployments.hold(db, seen.deployment)
+            return transfers.move(
                 db, seen, event, now(db), within_s=within_s, members=members, reason=reason, begun=begun
             )
-        )
+
+        return await self._write(move)
 
     async def last_update(self, of: transfers.Transfer) -> transfers.TransferUpdate | None:
         """The group's last update; None: none has begun."""

@@ -247,9 +247,10 @@ def accept(
     else:
         db.execute(snapshots.update().where(snapshots.c.id == known.id).values(values))
     meant.store(db)
-    db.execute(_desire(row, signal, generation, fleet.boots, now, fields))
+    desiring = _desire(row, signal, generation, fleet.boots, now, fields)
+    row = db.execute(desiring.returning(*deployments_table.c)).one()
     stored = find(db, row.id, signal.identity)
-    return SignalResult(_desired(db, stored, deployments.find(db, name), contents), changed=True)
+    return SignalResult(_desired(db, stored, row, contents), changed=True)
 
 
 def _placed(db: sa.Connection, row: Any, signal: Signal, generation: int) -> Signal:

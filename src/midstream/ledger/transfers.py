@@ -230,10 +230,9 @@ def move(
     reason: str = "",
     begun: Begun = NOTHING_SAID,
 ) -> Transfer:
-    """within_s: of a new deadline; None: the deadline stays, or the next phase has none. begun: what is said of an update that
-    begins. Raises GroupMoved."""
+    """Its deployment is held. within_s: of a new deadline; None: the deadline stays, or the next phase has none. begun: what is
+    said of an update that begins. Raises GroupMoved."""
     phase, _ = MOVES.move(seen.phase, event)
-    deployments.hold(db, seen.deployment)
     values: dict[str, Any] = {"phase": phase, "serial": seen.serial + 1}
     if phase in _WITHOUT_DEADLINE:
         values["deadline"] = None
