@@ -467,6 +467,11 @@ def test_what_was_promised_is_no_room_for_others_until_a_report_may_have_it() ->
         assert (
             found[1].explanation == "a hands it over (wait): 2000 tokens cost 2 s there, and 10 s are saved"
         )
+        # A fleet whose replicas come and go does not collect them.
+        assert list(mover._promised) == [facts.members[1]]
+        facts.set_members([("a", "http://a:1")])
+        await mover.look()
+        assert not mover._promised
 
     asyncio.run(main())
 

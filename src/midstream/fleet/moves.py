@@ -60,6 +60,8 @@ class Mover:
 
     async def look(self) -> None:
         """Tell every replica what it is to know now."""
+        for replica in [one for one in self._promised if one.standing == "gone"]:
+            del self._promised[replica]
         leaving = {view.name for view in self._replicas.leaving}
         back, self._told = self._told - leaving, leaving
         made = self.made()
