@@ -215,12 +215,12 @@ class PushDoor:
         or what is said of policies, the replicas hold the weights, and another call may come until the deadline.
         """
         finish_s = self._settings.finish_s
-        group = await self._ledger.transfer(deployment.name)
-        before = await finished_before(self._ledger, deployment.name, group, said)
+        there = await self._ledger.transfer(deployment.name)
+        before = await finished_before(self._ledger, deployment.name, there, said)
         if before is not None:
             await publishing.served(before.desired, before.replicas, finish_s)
             return before
-        seen = await self._check(deployment, group, Event.FINISH)
+        seen = await self._check(deployment, there, Event.FINISH)
         push_members.check_reachable(deployment, seen, every=False)
         # The replicas hold the weights for a name as long as they would have had for the first one.
         within_s = None if seen.phase is Phase.UNNAMED else finish_s + GRACE_S
