@@ -16,6 +16,7 @@ Always holds:
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -41,6 +42,8 @@ PAGE_SIZE = 100
 PAGE_SIZE_MAX = 1000
 # Replicas that are asked at once.
 _ASKED_AT_ONCE = 64
+#: For so long a replica that reports another boot may have turns that it does not report. Later, others are likely to have their place.
+RENEWED_S = 3600.0
 
 _ONE = "/v1/sessions/{key:path}"
 
@@ -224,7 +227,7 @@ def views_of(deployment: Deployment) -> Sequence[ReplicaView]:
 
 def _holding(deployment: Deployment, session: Session) -> tuple[list[ReplicaView], list[ReplicaView]]:
     """The replicas that may hold turns of the session, and all others."""
-    views, holders = views_of(deployment), deployment.sessions.holders(session)
+    views, holders, now = views_of(deployment), deployment.sessions.holders(session), time.monotonic()
     if holders is None:
         return list(views), []
     some: list[ReplicaView] = []
@@ -232,7 +235,8 @@ def _holding(deployment: Deployment, session: Session) -> tuple[list[ReplicaView
     for view in views:
         replica = view.replica
         # What an unheard one holds is not known.
-        may = view.name in holders or replica.heard is None or replica.began_again
+        renewed = now - replica.renewed_at < RENEWED_S
+        may = view.name in holders or replica.heard is None or renewed
         (some if may else others).append(view)
     return some, others
 

@@ -138,9 +138,13 @@ def _key_of(tenant: str, prompt: memoryview) -> Session | None:
 
 
 def _field_of(body: bytes, prompt: memoryview) -> bytes:
-    """The prompt with its name before it."""
-    at = body.find(prompt)
-    return body[body.rfind(b'"', 0, max(0, body.rfind(b'"', 0, at))) : at + len(prompt)]
+    """The prompt with its name before it; empty where something before it begins alike."""
+    value = bytes(prompt)
+    # To look for all of it would take as long as to digest it ten times.
+    at = body.find(value[:LOOKED_FOR])
+    if not body.startswith(value, at):
+        return b""
+    return body[body.rfind(b'"', 0, max(0, body.rfind(b'"', 0, at))) : at] + value
 
 
 class SessionGroup(NamedTuple):
