@@ -42,7 +42,8 @@ PAGE_SIZE = 100
 PAGE_SIZE_MAX = 1000
 # Replicas that are asked at once.
 _ASKED_AT_ONCE = 64
-#: For so long a replica that reports another boot may have turns that it does not report. Later, others are likely to have their place.
+#: For so long a replica that reports another boot may have turns that it does not report. Later, others are likely to have
+#: their place.
 RENEWED_S = 3600.0
 
 _ONE = "/v1/sessions/{key:path}"
