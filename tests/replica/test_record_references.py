@@ -27,7 +27,6 @@ from midstream.core import extras
 from midstream.core.errors import RecordsNotStored, SnapshotError
 from midstream.core.record_files import GROUP_TOKENS, ChoiceAbout, groups_of
 from midstream.core.references import RecordReference
-from midstream.core.resumption import HEADER_RESUMABLE, MARK
 from midstream.replica import record_files
 from midstream.replica.record_files import Encoded, RecordFiles
 from midstream.replica.response import referenced
@@ -510,14 +509,6 @@ def test_directories_that_a_file_brings_survive_a_power_cut(
     objects.put_bytes(url, "a.parquet", b"1")
     bucket = tmp_path / "bucket"
     assert {*synced} == {tmp_path, bucket, bucket / "record-files", bucket / "record-files" / "default"}
-
-
-async def test_a_stream_by_reference_is_not_offered_for_resumption(tmp_path: Path) -> None:
-    async with play(tmp_path) as (here, _url):
-        for more, resumable in ((ALL, True), (ALL | REFERENCE, False)):
-            fields = {"model": MODEL, "stream": True, **TEXT, **more}
-            answer = await here.http.post("/v1/completions", json=fields, headers={HEADER_RESUMABLE: "1"})
-            assert (MARK.decode() in answer.text) == resumable
 
 
 @pytest.mark.parametrize("prompt", [0, 1, GROUP_TOKENS - 1, GROUP_TOKENS, 5000])

@@ -28,7 +28,7 @@ from midstream.core.resumption import (
     ResumeLogReader,
     snapshot_to_resume_under,
 )
-from midstream.core.types import GenerateRequest, GenerationEvent, SwapTiming
+from midstream.core.types import EngineCard, GenerateRequest, GenerationEvent, SwapTiming
 from midstream.engine.base import StreamLost
 from midstream.models.tiny_moe import TOKEN_ID
 from midstream.replica.response.resume import Continued
@@ -523,11 +523,11 @@ def test_a_stream_over_files_that_were_overwritten_goes_on_nowhere_as_if_they_we
     checked = SimpleNamespace(stream=True, cumulative=False, by_file=False, raw_output=False)
     resume = Resume("/v1/completions", "replica-0", True, state, msgspec.Raw(b"{}"))
     for files in ("x", ""):
-        Continued(resume, cast(Any, checked), 1).check_snapshot("a", files, [])
+        Continued(resume, cast(Any, checked), 1, EngineCard()).check_snapshot("a", files, [])
     with pytest.raises(CannotResume, match="other files of 'a', which was overwritten"):
-        Continued(resume, cast(Any, checked), 1).check_snapshot("a", "y", [])
+        Continued(resume, cast(Any, checked), 1, EngineCard()).check_snapshot("a", "y", [])
     anywhere = msgspec.structs.replace(resume, exact=False)
-    Continued(anywhere, cast(Any, checked), 1).check_snapshot("a", "y", [])
+    Continued(anywhere, cast(Any, checked), 1, EngineCard()).check_snapshot("a", "y", [])
 
 
 # The second one: the files of the first load were others.
@@ -601,7 +601,7 @@ def test_kv_that_is_computed_again_under_other_files_of_the_name_is_refused() ->
     checked = SimpleNamespace(stream=True, cumulative=False, by_file=False, raw_output=False)
     resume = Resume("/v1/completions", "replica-0", True, state, msgspec.Raw(b"{}"))
     for files in ("x", "", "y"):
-        continued = Continued(resume, cast(Any, checked), 1)
+        continued = Continued(resume, cast(Any, checked), 1, EngineCard())
         continued.check_snapshot("a", "x", [])
         event = GenerationEvent(kv_snapshots=(("a", 0, 5),), kv_files=files)
         if files == "y":

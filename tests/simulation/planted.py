@@ -15,9 +15,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import msgspec
+import pyarrow as pa
 from simkinds import HistoryKind
 
 from midstream.core.errors import SnapshotError
+from midstream.core.record_files import MASK
 from midstream.core.reports import Reported
 from midstream.core.types import Desired
 from midstream.core.versions import HEADER_ADMITTED, Admitted, as_header
@@ -46,7 +48,8 @@ from midstream.replica.pins import Pins
 from midstream.replica.policies import ServedPolicies
 from midstream.replica.policy import ServedPolicy
 from midstream.replica.record_files import RecordFiles
-from midstream.replica.response.generation import Surroundings
+from midstream.replica.response.generation import Generation, Surroundings
+from midstream.replica.response.referenced import ReferencedRecords
 from midstream.replica.shared_rows import WrittenRows
 from midstream.replica.swap import source
 from midstream.replica.transfer import GroupPart
@@ -543,6 +546,32 @@ def _earlier_rows_begin_one_later() -> None:
     WrittenRows.add = add  # type: ignore[method-assign]
 
 
+def _masks_lie_a_row_later() -> None:
+    """Each row of a record file has the mask of the row before."""
+    before = ReferencedRecords._columns
+
+    def columns(self: ReferencedRecords, records: Any, about: Any) -> Any:
+        made = before(self, records, about)
+        if MASK in made and len(made[MASK]) > 1:
+            *most, last = made[MASK].to_pylist()
+            made[MASK] = pa.array([last, *most], pa.binary())
+        return made
+
+    ReferencedRecords._columns = columns  # type: ignore[method-assign]
+
+
+def _files_of_resumed_streams_begin_where_they_go_on() -> None:
+    """The file of a resumed stream lacks the rows of the lost replica."""
+    before = Generation._had
+
+    def had(self: Generation, *given: Any) -> None:
+        self._referenced.take = lambda choice, record: None  # type: ignore[method-assign, union-attr]
+        before(self, *given)
+        del self._referenced.take  # type: ignore[union-attr]
+
+    Generation._had = had  # type: ignore[method-assign]
+
+
 def _there_is_always_room() -> None:
     """Record files are written into a bucket that has more than it may have."""
     RecordFiles.check = lambda self: None  # type: ignore[method-assign]
@@ -573,6 +602,8 @@ FOUND_IN = {
     "the_machines_clock_says_what_is_old": HistoryKind.RECORDS,
     "rows_of_any_age_are_referred_to": HistoryKind.RECORDS,
     "earlier_rows_begin_one_later": HistoryKind.RECORDS,
+    "masks_lie_a_row_later": HistoryKind.RECORDS,
+    "files_of_resumed_streams_begin_where_they_go_on": HistoryKind.RECORDS,
     "there_is_always_room": HistoryKind.RECORDS,
 }
 #: A seed that finds it, and what it then says; `simulate.py --prove` looks for other seeds where that one does not any more.
@@ -624,5 +655,7 @@ FOUND_AT = {
     "the_machines_clock_says_what_is_old": (3, "removed s3"),
     "rows_of_any_age_are_referred_to": (5, "and by a client until"),
     "earlier_rows_begin_one_later": (0, "rows"),
+    "masks_lie_a_row_later": (0, "mask"),
+    "files_of_resumed_streams_begin_where_they_go_on": (0, "a file has the tokens"),
     "there_is_always_room": (11, "takes more"),
 }

@@ -124,6 +124,7 @@ class Turn:
     #: Of records by reference: what names a file, and the sampled tokens, which the answer has itself.
     reference: dict[str, Any] | None = None
     in_files: dict[str, Any] | None = None
+    masks_in_files: dict[str, Any] | None = None
     sampled: list[int] = field(default_factory=list)
 
     def take(self, event: dict[str, Any]) -> None:
@@ -150,6 +151,7 @@ class Turn:
             if choice.get("logprobs") is None:
                 self.labels += [label] * (len(self.sampled) - len(self.labels))
             self.in_files = choice.get("routing_references", self.in_files)
+            self.masks_in_files = choice.get("sampling_mask_references", self.masks_in_files)
             self.finish = choice.get("finish_reason") or self.finish
             if "kv_snapshots" in choice:
                 self.kv = _spans(choice["kv_snapshots"])
@@ -294,8 +296,8 @@ class Oracle:
 
     def expected_of(
         self, turn: Turn, until: int, spans: list[tuple[str, int, int]]
-    ) -> list[tuple[float, bytes]]:
-        """Logprob and route of its first tokens, up to `until`, over KV computed as `spans` say."""
+    ) -> list[tuple[float, bytes, bytes]]:
+        """Logprob, route and mask of its first tokens, up to `until`, over KV computed as `spans` say."""
         tokens, first = (turn.prompt + turn.tokens)[: len(turn.prompt) + until], len(turn.prompt)
         return expected(tokens, first, turn.labels, spans, self.weights.__getitem__)
 
@@ -304,7 +306,7 @@ class Oracle:
         for until, spans in parts:
             found = self.expected_of(turn, until, spans)
             for number in range(first, until):
-                logprob, route = found[number]
+                logprob, route, _ = found[number]
                 if turn.logprobs[number] != logprob or turn.routes[number] not in (None, route):
                     raise Wrong(
                         f"token {number} is not what {turn.labels[number]} over {spans} computes: "

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from msgspec.structs import replace
+import numpy as np
 from siminplace import BACKEND, InPlace
 from simreceiver import Receivers
 
@@ -31,6 +32,7 @@ from midstream.core.types import (
 )
 from midstream.engine.base import AtOnce, Engine, EngineDied, Slot, StagingFailed
 from midstream.engine.request_events import RequestEvents
+from midstream.engine.step import mask_of
 
 #: So few that sessions wait for one another.
 KV_BLOCKS = 20
@@ -74,6 +76,13 @@ def routed(kv: int, weights: int) -> bytes:
     found = mixed(kv, weights ^ 3)
     first = found % EXPERTS
     return bytes((first, (first + 1 + (found >> 8) % (EXPERTS - 1)) % EXPERTS))
+
+
+def masked(kv: int, weights: int, token: int) -> bytes:
+    """What a draw was from: the token and others, of a number that now and then makes bits shorter than ids."""
+    found = mixed(kv, weights ^ 4)
+    step, count = 1 + found % 16, (found >> 8) % 24
+    return mask_of(np.unique(np.array([token, *(range(token % step, VOCAB, step))][: count + 1])))
 
 
 class Load(NamedTuple):
@@ -501,7 +510,9 @@ class SimEngine(Engine):
     def _record(self, one: Choice, position: int, token: int, sampling: float | None) -> TokenRecord:
         kv, load = one.kv[position - 1], one.load
         route = routed(kv, load.weights) if one.request.want_routes else None
-        return TokenRecord(token, scored(kv, load.weights, token), sampling, load.snapshot, route)
+        wants = sampling is not None and one.request.want_masks
+        mask = masked(kv, load.weights, token) if wants else None
+        return TokenRecord(token, scored(kv, load.weights, token), sampling, load.snapshot, route, mask=mask)
 
     def _keep(self, one: Choice) -> None:
         for count in range(BLOCK, len(one.kv) + 1, BLOCK):
@@ -519,14 +530,15 @@ def expected(
     labels: Sequence[str],
     spans: Iterable[tuple[str, int, int]],
     weights: Callable[[str], int],
-) -> list[tuple[float, bytes]]:
-    """Logprob and route of the tokens from position `first` on, whose labels are these, over KV computed as `spans` say."""
+) -> list[tuple[float, bytes, bytes]]:
+    """Logprob, route and mask of the tokens from position `first` on, whose labels are these, over KV computed as `spans` say."""
     by = [snapshot for snapshot, start, end in spans for _ in range(start, end)]
     kv, found = 0, []
     for position in range(len(tokens)):
         if position >= first:
             of = weights(labels[position - first])
-            found.append((scored(kv, of, tokens[position]), routed(kv, of)))
+            token = tokens[position]
+            found.append((scored(kv, of, token), routed(kv, of), masked(kv, of, token)))
         if position < len(by):
             kv = kv_after(kv, tokens[position], weights(by[position]))
     return found

@@ -20,8 +20,10 @@ from simprocess import Process
 
 from midstream.client.errors import RecordFileError, RecordFileGone
 from midstream.client.references import read_reference
-from midstream.client.shared_references import read_routes
+from midstream.client.decode import SamplingMasks
+from midstream.client.shared_references import read_masks, read_routes
 from midstream.core.config import RecordsSettings, parse_size
+from midstream.core.masks import kept_ids
 from midstream.core.record_files import SUFFIX, is_file_name
 from midstream.replica.shared_rows import ROWS
 from midstream.snapshots.store.objects import CLOCK
@@ -157,6 +159,8 @@ class Records:
         self._count(f"records: {'a reference' if turn.in_files is None else 'shared references'}")
         if len(named) > 1:
             self._count("records: rows of an earlier file")
+        if turn.resumed:
+            self._count("records: resumed")
         if len(set(turn.labels)) > 1:
             self._count("records: of several snapshots")
 
@@ -179,6 +183,10 @@ class Records:
         turn.kv = [(span.snapshot, span.start, span.end) for span in found.kv_snapshots]
         assert found.routes is not None
         self._check_routes(turn, [route.tobytes() for route in found.routes])
+        try:
+            self._check_masks(turn, found.sampling_masks())
+        except ValueError as error:
+            raise Wrong(f"a file has masks that are none of its tokens: {error}; {turn}") from error
 
     def _read_routes(self, turn: Turn, references: dict[str, Any]) -> None:
         routes, known = read_routes(references)
@@ -193,15 +201,30 @@ class Records:
         prompt = Turn(turn.prompt[:1], labels=[label] * (count - 1), tokens=turn.prompt[1:], kv=turn.kv)
         self._check_routes(prompt, found[1:count])
         self._check_routes(turn, found[count:])
+        assert turn.masks_in_files is not None
+        masks, drawn = read_masks(turn.masks_in_files)
+        if not drawn.all():
+            raise Wrong(f"masks are known at {drawn.tolist()}: {turn}")
+        self._check_masks(turn, masks)
 
     def _check_routes(self, turn: Turn, found: list[bytes]) -> None:
         assert turn.kv is not None
         expected = self._oracle.expected_of(turn, len(turn.tokens), turn.kv)
-        for number, (_, route) in enumerate(expected):
+        for number, (_, route, _) in enumerate(expected):
             # Experts ascend in a file.
             if bytes(sorted(route)) != found[number]:
                 raise Wrong(
                     f"a file has the route {found[number]!r} for token {number}, not {route!r}: {turn}"
+                )
+
+    def _check_masks(self, turn: Turn, found: SamplingMasks) -> None:
+        assert turn.kv is not None
+        expected = self._oracle.expected_of(turn, len(turn.tokens), turn.kv)
+        for number, (_, _, mask) in enumerate(expected):
+            ids = list(kept_ids(mask, turn.tokens[number]) or ())
+            if found.row(number).tolist() != ids:
+                raise Wrong(
+                    f"a file has the mask {found.row(number)} for token {number}, not {ids}: {turn}"
                 )
 
     # -- what becomes of the files
@@ -291,11 +314,11 @@ class RecordClient(Rollout):
 
     def request(self, session: str, ids: list[int]) -> tuple[dict[str, Any], list[tuple[str, str]]]:
         body, headers = super().request(session, ids)
-        body["include_routing_matrix"] = True
+        body |= {"include_routing_matrix": True, "top_k": 20}
         if self._rng.random() < 0.5:
-            return body | {"return_record_reference": True}, headers
+            return body | {"return_sampling_mask": True, "return_record_reference": True}, headers
         del body["include_routing_matrix"]
-        body |= {"routing_matrix_format": "parquet_v1", "echo": True}
+        body |= {"routing_matrix_format": "parquet_v1", "sampling_mask": "parquet_v1", "echo": True}
         most = self.records._bucket.keep_s
         stay_s = self._rng.choice((1, 2, 3)) if most is not None else 600
         headers += [("x-fireworks-r3-store-id", RECORDS), ("x-fireworks-r3-ttl-seconds", str(stay_s))]

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Protocol
 
-from midstream.replica.response.generation import Work
+from midstream.replica.response.work import Work
 
 
 class Endable(Protocol):

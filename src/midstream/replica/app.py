@@ -38,7 +38,7 @@ from midstream.core.headers import (
 )
 from midstream.core.price import RoomOffer
 from midstream.core.responses import ResponseAsked
-from midstream.core.resumption import HEADER_RESUMABLE, PATH_RESUME, given_up, read_resume
+from midstream.core.resumption import HEADER_FAILOVER, HEADER_RESUMABLE, PATH_RESUME, given_up, read_resume
 from midstream.core.sessions import SessionsAsked, SessionsHeld, SessionsReport
 from midstream.core.traces import RewardAsked
 from midstream.core.tracing import SpanRecord, Tracer
@@ -285,6 +285,9 @@ class InferenceExchange(TaskExchange):
         assert self._generation is not None
         if self._generation.resumable:
             fixed[HEADER_RESUMABLE] = "1"
+        elif HEADER_RESUMABLE in self._headers:
+            # The client sees that a loss would end it.
+            fixed[HEADER_FAILOVER] = "off"
         self._begin({**fixed, **self._generation.headers(done=False)}, data)
 
     def client_gone(self) -> None:

@@ -74,12 +74,13 @@ from midstream.replica.request.fields import bad_tokens
 from midstream.replica.request.needs import ages_are_kept, check_needs, check_resume, lacks_any
 from midstream.replica.request.schema import LONG_BODY, ChatBody, CompletionBody
 from midstream.replica.request.unknown import read_known
-from midstream.replica.response.generation import Generation, Surroundings, Work
+from midstream.replica.response.generation import Generation, Surroundings
 from midstream.replica.response.measured import Timings
 from midstream.replica.response.prompt_echo import scored_tokens
 from midstream.replica.response.referenced import check_rows
 from midstream.replica.response.resume import Continued, can_be_resumed
 from midstream.replica.response.stages import behind_thinking
+from midstream.replica.response.work import Work
 from midstream.replica.sessions import Sessions, stamp_of
 from midstream.replica.shared_store import check_files
 from midstream.replica.stored import Shelf, StoredResponses
@@ -248,7 +249,7 @@ class Service(Surroundings):
                     self,
                     dataclasses.replace(work, requests=requests),
                     timings,
-                    resumable=resumable and can_be_resumed(work.checked),
+                    resumable=resumable and can_be_resumed(work.checked, self.info.card),
                     continued=ready.continued,
                     histories=ready.histories,
                     files=self.kept.files,
@@ -305,7 +306,7 @@ class Service(Surroundings):
             histories = self._histories(session, given, headers, count, resumed=resume is not None)
         unread = self._reader.unread(parsed, checked, body_size, histories)
         choices = check_choices(count, checked.n)
-        continued = None if resume is None else Continued(resume, checked, choices)
+        continued = None if resume is None else Continued(resume, checked, choices, self.info.card)
         counted = choices if continued is None else 0
         self.gate.check(counted)
         if asked is not None and self.gate.door is gate.Door.OPEN:

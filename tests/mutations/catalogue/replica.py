@@ -577,8 +577,8 @@ REPLICA = (
     Mutation(
         "numbers_that_are_told_again_are_resumed",
         "replica/response/resume.py",
-        "    repeats = checked.cumulative or checked.by_file or",
-        "    repeats = checked.by_file or",
+        "    repeats = checked.cumulative or",
+        "    repeats =",
         "A stream that tells numbers again does not go on elsewhere, where they are not known.",
         (
             "replica/test_wire_vllm_generate.py::test_a_stream_that_ends_with_all_routes_cannot_go_on_elsewhere",

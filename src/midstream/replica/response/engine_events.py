@@ -55,6 +55,12 @@ class EngineEvents:
                 for index in ended:
                     self._engine.abort(request.request_id, index)
 
+    def stop(self, choice: int) -> None:
+        """The choice ends as if its trainer ended it: no further event of it comes."""
+        self.aborted.add(choice)
+        prompt, index = divmod(choice, self._n)
+        self._engine.end_choice(self.requests[prompt].request_id, index)
+
     def is_aborted(self, choice: int) -> bool:
         return choice in self.aborted
 

@@ -2,8 +2,7 @@
 
 Owns: what a generation is given, which is the replica that it runs on and its own work.
 Always holds: every choice ends with a finish reason or the request ends with an error; the engine's iterator is closed
-however it ends, so nothing is generated for a client that is gone. Nothing of `Surroundings` belongs to one request, and
-nothing of `Work` changes.
+however it ends, so nothing is generated for a client that is gone. Nothing of `Surroundings` belongs to one request.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 from msgspec import UNSET
@@ -23,11 +23,12 @@ from midstream.core.references import TurnReference
 from midstream.core.resumption import Opening, ResumeLogWriter
 from midstream.core.served_names import ServedNames
 from midstream.core.traces import sampling_of
-from midstream.core.types import GenerateRequest, GenerationEvent, ModelInfo
+from midstream.core.types import GenerationEvent, ModelInfo
 from midstream.engine.base import Engine, EngineDied, StreamLost
 from midstream.replica.gate import Gate
 from midstream.replica.record_files import RecordFiles
 from midstream.replica.request.checked import Checked, Prompt
+from midstream.replica.response.again import GeneratedAgain, Take
 from midstream.replica.response.answer import NOTHING, Extras, Parts, ResponseHead
 from midstream.replica.response.choice import Choice, Piece
 from midstream.replica.response.engine_events import EngineEvents
@@ -37,11 +38,10 @@ from midstream.replica.response.referenced import ReferencedRecords, split
 from midstream.replica.response.resume import Continued, branch_seam, digest
 from midstream.replica.response.stages import choices_and_stages
 from midstream.replica.response.token_lane import TokenLane
+from midstream.replica.response.work import Work
 from midstream.replica.sessions import TurnStats
 from midstream.replica.text.chat import TextModel
-from midstream.replica.text.toolformat import ToolFormat
 from midstream.replica.turns.history import History, branches_of
-from midstream.replica.wire.base import Wire
 
 #: Events of a resumed stream; each takes a few microseconds.
 REPLAYED_AT_ONCE = 256
@@ -75,25 +75,6 @@ class Surroundings:
         now = self.boot_now()
         if not self.boot == now == (meant or now):
             raise AnotherBoot("the replica restarted after this request was sent to it; retry this request")
-
-
-@dataclass(frozen=True)
-class Work:
-    """A checked request and what the engine is to do for it: one engine request per prompt."""
-
-    wire: Wire
-    #: What the wire keeps of the request for its responses.
-    details: Any
-    checked: Checked
-    prompts: list[Prompt]
-    requests: list[GenerateRequest]
-    seed: int
-    tool_format: ToolFormat | None = None
-    ignored: Sequence[str] = ()
-    #: The body alone gives the prompts.
-    whole: bool = True
-    #: How many seconds its file has to stay, at least.
-    stay_s: float = 0.0
 
 
 class Sink(Protocol):
@@ -135,6 +116,7 @@ class Generation:
         is_traced = bool(histories) and histories[0].records != "none"
         #: Whether the choices keep which snapshots computed their KV.
         self._keeps_kv = checked.perf_metrics or is_traced or checked.by_file
+        self._applied = self._apply if histories else self._released
         self._continued = continued
         opening = self._opening(resumable) if continued is None else continued.opening
         #: Of the response, as clients may call it.
@@ -163,6 +145,9 @@ class Generation:
         if checked.by_file and files is not None:
             shared, inline = split(checked, requests, work.stay_s)
             self._referenced = ReferencedRecords(files, checked, head, work.prompts, shared)
+        self._again: GeneratedAgain | None = None
+        if continued is not None and self._referenced is not None:
+            self._again = GeneratedAgain(continued, self._engine, len(self._choices), self._had)
         self._encoder = work.wire.encoder(inline, head, service.text.vocabulary, work.details)
         self._encoder.cached = self._measured.cached
         keeps = self._encoder.keeps and checked.stream
@@ -219,7 +204,7 @@ class Generation:
 
     def abort(self, choices: Collection[int]) -> None:
         """End the open ones of these choices with what they have, and the finish reason `abort`."""
-        self._engine.abort(choices)
+        self._engine.abort(choices if self._again is None else self._again.abort(choices))
 
     # -- the two forms of an answer
 
@@ -227,7 +212,8 @@ class Generation:
         """Server-sent events, as many at a time as one engine event gives."""
         encoder, log, parts = self._encoder, self._resume_log, self._parts
 
-        def take(choice: Choice, event: GenerationEvent, pieces: list[Piece]) -> None:
+        def take(choice: Choice, event: GenerationEvent) -> None:
+            pieces = self._applied(choice, event, replayed=False)
             data = b"" if log is None else log.write(choice.index, event, choice.finish is not None)
             for piece in pieces:
                 data += encoder.event(parts.part(choice.index, piece), NOTHING)
@@ -236,15 +222,16 @@ class Generation:
             if data:
                 sink.write(data)
 
-        if self._continued is not None:
+        if self._again is not None:
+            self._begin_again(self._again)
+        elif self._continued is not None:
             async with self._service.replays:
                 released = await self._replay(self._continued)
             # The engine may have restarted meanwhile, on the base weights.
             self._service.check_boot()
             for choice, pieces in released:
-                for piece in pieces:
-                    encoder.replayed(parts.part(choice.index, piece))
-        await self._run(take, sink, self._lane())
+                self._not_sent(choice, pieces)
+        await self._run(take if self._again is None else partial(self._again.take, take), sink, self._lane())
         tail = b""
         if self._referenced is not None:
             extras = await self._stored(self._referenced, Extras())
@@ -276,8 +263,8 @@ class Generation:
     async def plain(self) -> bytes:
         by_choice: list[list[Piece]] = [[] for _ in self._choices]
 
-        def take(choice: Choice, _: GenerationEvent, pieces: list[Piece]) -> None:
-            by_choice[choice.index] += pieces
+        def take(choice: Choice, event: GenerationEvent) -> None:
+            by_choice[choice.index] += self._applied(choice, event, replayed=False)
 
         await self._run(take)
         snapshot = self._measured.snapshot
@@ -338,19 +325,34 @@ class Generation:
         self._encoder.seam = continued.seam(tokens_before)
         return released
 
+    def _begin_again(self, again: GeneratedAgain) -> None:
+        """Raises CannotResume."""
+        assert self._continued is not None
+        serving = self._serving()
+        self._continued.check_snapshot(serving, self._service.files_of(serving), ())
+        self._engine.requests[:] = [replace(request, kv_age_max=0) for request in self._engine.requests]
+        self._encoder.seam = self._continued.seam(again.tokens)
+
+    def _had(self, choice: Choice, event: GenerationEvent) -> None:
+        self._not_sent(choice, self._applied(choice, event, replayed=False))
+
+    def _not_sent(self, choice: Choice, pieces: Sequence[Piece]) -> None:
+        """The client has them."""
+        for piece in pieces:
+            self._encoder.replayed(self._parts.part(choice.index, piece))
+
     async def _run(
         self,
-        take: Callable[[Choice, GenerationEvent, list[Piece]], None],
+        take: Take,
         sink: Sink | None = None,
         lane: TokenLane | None = None,
     ) -> None:
-        """Give `take` what each event of the engine released until every choice is complete. No event is taken while `sink`
+        """Give `take` each event of the engine until every choice is complete. No event is taken while `sink`
         is full. lane: of an event that it can tell, its bytes go to `sink` instead."""
         engine, choices = self._engine, self._choices
         if engine.open == 0:
             # The stream was whole before it was resumed.
             return
-        apply = self._apply if self._histories else self._released
 
         def at_once(event: GenerationEvent) -> bool:
             if sink is not None:
@@ -359,8 +361,7 @@ class Generation:
                 if lane is not None and (data := lane.data(event)) is not None:
                     sink.write(data)
                     return True
-            choice = choices[event.index]
-            take(choice, event, apply(choice, event, replayed=False))
+            take(choices[event.index], event)
             return True
 
         try:
@@ -370,7 +371,7 @@ class Generation:
                         raise EngineFailed(event.error)
                     choice = choices[event.index]
                     if choice.finish is None:
-                        take(choice, event, apply(choice, event, replayed=False))
+                        take(choice, event)
                     if engine.open == 0:
                         return
                     if sink is not None and not sink.writable:

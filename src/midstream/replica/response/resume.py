@@ -13,15 +13,16 @@ from typing import Any
 import msgspec
 
 from midstream.core.resumption import CannotResume, Opening, Resume, ResumeLogReader
-from midstream.core.types import GenerationEvent
+from midstream.core.types import EngineCard, GenerationEvent
 from midstream.replica.request.checked import Checked, Prompt
 
 
-def can_be_resumed(checked: Checked) -> bool:
+def can_be_resumed(checked: Checked, card: EngineCard) -> bool:
     """True if another replica can continue a stream: all that its end repeats must follow from token ids alone. The numbers of
-    a record file do not."""
-    repeats = checked.cumulative or checked.by_file or (checked.raw_output and checked.logprobs)
-    return checked.stream and not repeats
+    a record file do not, so the other replica has to make the same tokens again."""
+    repeats = checked.cumulative or (checked.raw_output and checked.logprobs)
+    again = not checked.by_file or card.has("reproducible_sampling")
+    return checked.stream and again and not repeats
 
 
 def digest(prompts: Iterable[Prompt]) -> str:
@@ -38,11 +39,12 @@ def branch_seam(branches: Any) -> dict[str, Any]:
 class Continued:
     """A resumed stream, as its resume log has it. Raises InvalidRequest."""
 
-    def __init__(self, resume: Resume, checked: Checked, choices: int) -> None:
-        if not can_be_resumed(checked):
+    def __init__(self, resume: Resume, checked: Checked, choices: int, card: EngineCard) -> None:
+        if not can_be_resumed(checked, card):
             raise CannotResume("this kind of request cannot be resumed")
         self._lost = resume.lost
-        self._exact = resume.exact
+        # A file has numbers of all tokens, which no other weights give.
+        self._exact = resume.exact or checked.by_file
         self._log = ResumeLogReader(resume.state)
         self._choices = choices
         #: The snapshot that must have computed all KV.
@@ -65,6 +67,10 @@ class Continued:
 
     def events(self) -> Iterable[tuple[int, GenerationEvent]]:
         return self._log.events(self._choices)
+
+    def over(self) -> set[int]:
+        """The choices that are complete."""
+        return self._log.over()
 
     def prompts(self, prompts: list[Prompt]) -> list[Prompt]:
         """The prompts of the stream: those that the body gives here, unless the stream had others and says which.
