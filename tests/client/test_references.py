@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,8 @@ from tiers import examples
 
 from midstream.client.decode import masks_of_bytes
 from midstream.client.errors import RecordFileError, RecordFileGone
-from midstream.client.references import read_reference
+from midstream.client.record_file import RecordFile
+from midstream.client.references import ChoiceColumns, read_reference
 from midstream.core.masks import kept_ids
 from midstream.core.record_files import ABOUT_KEY, GROUP_TOKENS, ChoiceAbout, FileAbout, path_of
 from midstream.core.references import FORMAT, RecordReference, ReferencedRows
@@ -32,7 +34,13 @@ def about_of(count: int, **more: Any) -> FileAbout:
     choice = ChoiceAbout(
         index=0, start=0, count=count, prompt_tokens=3, kv_snapshots=[], earlier_kv_snapshots=[]
     )
-    fields: dict[str, Any] = {"route_shape": (3, 2), "route_dtype": "uint8", "choices": [choice], **more}
+    fields: dict[str, Any] = {
+        "route_shape": (3, 2),
+        "route_dtype": "uint8",
+        "choices": [choice],
+        "group_tokens": GROUP_TOKENS,
+        **more,
+    }
     return FileAbout(format=FORMAT, id="cmpl-1", model="m", **fields)
 
 
@@ -110,15 +118,67 @@ def with_gaps(root: Path, gaps: list[int]) -> RecordReference:
     return put(root, file_of(table, msgspec.json.encode(about_of(COUNT))))
 
 
+def test_files_of_older_servers_have_smaller_row_groups(tmp_path: Path) -> None:
+    about = msgspec.json.decode(msgspec.json.encode(about_of(COUNT)))
+    del about["group_tokens"]
+    groups = (1021, 1024, 1024, 1024, COUNT - 4093)
+    data = file_of(columns(COUNT), msgspec.json.encode(about), groups)
+    (found,) = read_all(tmp_path, put(tmp_path, data))
+    assert found.token_ids.tolist() == list(range(COUNT))
+    assert found.routes is not None
+    assert found.routes[COUNT - 1].tolist() == [[(COUNT - 1) % 256] * 2] * 3
+    fails(tmp_path, put(tmp_path, file_of(columns(COUNT), msgspec.json.encode(about))), "has 2 row groups, not 5")
+
+
+def test_columns_that_nobody_asks_for_are_not_decoded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Routes are most of a file, and not every reader wants them."""
+    asked: list[str] = []
+    before = RecordFile.read
+
+    def read(self: RecordFile, choice: Any, groups: range, names: Any) -> Any:
+        asked.extend(names)
+        return before(self, choice, groups, names)
+
+    monkeypatch.setattr(RecordFile, "read", read)
+    (found,) = read_reference(tmp_path.as_uri(), good(tmp_path))
+    assert not {"route", "sampling_mask"} & {*asked}
+    assert found.mask_offsets is not None
+    assert asked.count("sampling_mask") == 1
+    assert found.sampling_masks().ids.tolist() == list(range(COUNT))
+    assert (asked.count("sampling_mask"), asked.count("route")) == (1, 0)
+
+
+def test_columns_can_be_sent_to_another_process(tmp_path: Path) -> None:
+    (found,) = read_reference(tmp_path.as_uri(), good(tmp_path))
+    sent = pickle.dumps(found)
+    (tmp_path / good(tmp_path).file).unlink()
+    again = pickle.loads(sent)
+    assert again.token_ids.tolist() == found.token_ids.tolist()
+    assert again.routes.tolist() == found.routes.tolist()
+    assert again.router_weights is None
+    assert again.sampling_masks().ids.tolist() == found.sampling_masks().ids.tolist()
+
+
 def test_routes_may_be_gaps(tmp_path: Path) -> None:
     (found,) = read_reference(tmp_path.as_uri(), with_gaps(tmp_path, [250, 5]))
     assert found.routes is not None
     assert found.routes.tolist() == [[[250, 255], [0, 1], [0, 1]]] * COUNT
 
 
+def read_all(root: Path, reference: Any, **more: Any) -> list[ChoiceColumns]:
+    """With the columns that are decoded when they are asked for."""
+    found = read_reference(root.as_uri(), reference, **more)
+    for one in found:
+        assert (one.routes is None, one.router_weights) == (False, None)
+        assert one.mask_bytes is not None
+    return found
+
+
 def fails(root: Path, reference: Any, match: str, **more: Any) -> None:
     with pytest.raises(RecordFileError, match=match) as caught:
-        read_reference(root.as_uri(), reference, **more)
+        read_all(root, reference, **more)
     file = reference.file if isinstance(reference, RecordReference) else ""
     assert file in str(caught.value)
 
@@ -244,7 +304,7 @@ def test_other_row_groups_are_refused(tmp_path: Path) -> None:
     about = msgspec.json.encode(about_of(COUNT))
     fails(tmp_path, put(tmp_path, file_of(columns(COUNT), about, (COUNT,))), "has 1 row groups, not 2")
     moved = file_of(columns(COUNT), about, (GROUP_TOKENS, COUNT - GROUP_TOKENS))
-    fails(tmp_path, put(tmp_path, moved), "row group 0 declares 1024 rows, not 1021")
+    fails(tmp_path, put(tmp_path, moved), f"row group 0 declares {GROUP_TOKENS} rows, not {GROUP_TOKENS - 3}")
 
 
 def test_bytes_that_are_no_parquet_are_refused(tmp_path: Path) -> None:
@@ -297,12 +357,13 @@ def test_no_bytes_make_it_raise_anything_else(
     data[place] = value
     reference = put(root, bytes(data[:place]) if cut else bytes(data))
     try:
-        (found,) = read_reference(root.as_uri(), reference)
+        (found,) = read_all(root, reference)
     except RecordFileError as error:
         told = str(error)
     else:
         told = reference.file
-        assert len(found.token_ids) == COUNT
+        assert found.routes is not None
+        assert len(found.token_ids) == len(found.routes) == COUNT
     assert reference.file in told
 
 

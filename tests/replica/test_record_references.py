@@ -517,7 +517,7 @@ def test_row_groups_follow_kv_blocks(prompt: int, count: int) -> None:
     about = ChoiceAbout(
         index=0, start=11, count=count, prompt_tokens=prompt, kv_snapshots=[], earlier_kv_snapshots=[]
     )
-    groups = groups_of(about)
+    groups = groups_of(about, GROUP_TOKENS)
     rows = [row for start, end in groups for row in range(start, end)]
     assert rows == list(range(11, 11 + count))
     blocks = [{(prompt + row - 11) // 16 for row in range(start, end)} for start, end in groups]

@@ -8,6 +8,7 @@ file, and the row group where there is one.
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,6 @@ from midstream.core.record_files import (
     ABOUT_KEY,
     COLUMNS,
     DIRECTORY,
-    GROUP_TOKENS,
     MASK,
     MASKS_BYTES_MAX,
     ROUTE,
@@ -89,6 +89,8 @@ class RecordFile:
         self._name = reference.file
         _check_name(reference.file, reference.sha256)
         data = _fetched(url, reference, bytes_max)
+        #: Arrow's reader is for one thread at a time.
+        self._reading = threading.Lock()
         self._errors = (pa.ArrowException, OSError, ValueError)
         try:
             self._parquet: pq.ParquetFile = pq.ParquetFile(
@@ -150,10 +152,11 @@ class RecordFile:
         size = rows * (ROW_BYTES + self._about.route_bytes + weights)
         if size > bytes_max:
             raise self._wrong(f"its rows take {size} bytes, more than bytes_max, {bytes_max}")
-        expected = sum(_group_count(one) for one in self._about.choices)
+        group_tokens = self._about.group_tokens
+        expected = sum(_group_count(one, group_tokens) for one in self._about.choices)
         if metadata.num_row_groups != expected:
             raise self._wrong(f"it has {metadata.num_row_groups} row groups, not {expected}")
-        groups = [group for choice in self._about.choices for group in groups_of(choice)]
+        groups = [group for choice in self._about.choices for group in groups_of(choice, group_tokens)]
         declared = 0
         for number, (start, end) in enumerate(groups):
             group = metadata.row_group(number)
@@ -164,79 +167,118 @@ class RecordFile:
                 raise self._wrong(f"row group {number} declares more bytes than bytes_max, {bytes_max}")
         return groups
 
-    def choices(self, expected: Sequence[ReferencedRows]) -> Iterator[tuple[ChoiceAbout, Columns]]:
-        """Each choice, with the columns of its sampled tokens. expected: the rows of its choices, as the reference has them."""
+    def choices(self, expected: Sequence[ReferencedRows]) -> Iterator[ChoiceRows]:
+        """Each choice. expected: the rows of its choices, as the reference has them."""
         rows = [(one.index, one.start, one.count) for one in self._about.choices]
         if rows != [(one.index, one.start, one.count) for one in expected]:
             raise self._wrong("it has other rows of choices than the reference says")
         number = 0
         for choice in self._about.choices:
-            count = _group_count(choice)
-            yield choice, self._columns(choice, [self._group(number + at) for at in range(count)])
+            count = _group_count(choice, self._about.group_tokens)
+            yield ChoiceRows(self, choice, range(number, number + count))
             number += count
+
+    def has(self, name: str) -> bool:
+        return name in self._schema.names
 
     def all_routes(self) -> Routes:
         """Of all rows."""
-        return self._routes(self._column(self._route_column))
+        return self._routes(self._checked(range(len(self._groups)), [self._route_column]))
 
     def all_masks(self) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.uint8], npt.NDArray[np.int32]]:
         """Of all rows: token ids, and masks as in `masks_in`."""
-        return self._column("token_id").to_numpy(), *masks_in(self._column(MASK))
+        table = self._checked(range(len(self._groups)), ["token_id", MASK])
+        return _one_array(table.column("token_id")).to_numpy(), *masks_in(self._masks(table))
 
-    def _column(self, name: str) -> Any:
-        if name not in self._schema.names:
-            raise self._wrong(f"it has no column {name}")
-        groups = [self._group(number, [name]) for number in range(len(self._groups))]
-        return _one_array(_concatenated(groups, self._schema).column(name))
+    def read(self, choice: ChoiceAbout, groups: range, names: Sequence[str]) -> pa.Table:
+        """Columns of a choice's sampled tokens. groups: the choice's."""
+        return self._checked(groups, names).slice(choice.prompt_rows)
 
-    def _group(self, number: int, columns: list[str] | None = None) -> pa.Table:
-        start, end = self._groups[number]
-        try:
-            table = self._parquet.read_row_group(number, columns=columns, use_threads=False)
-            table.validate(full=True)
-        except self._errors as error:
-            raise self._wrong(f"row group {number} cannot be read: {error}") from error
-        if table.num_rows != end - start:
-            raise self._wrong(f"row group {number} has {table.num_rows} rows, not {end - start}")
-        for name in table.column_names:
-            if name != "sampling_logprob" and table.column(name).null_count:
-                raise self._wrong(f"row group {number} lacks values of {name}")
+    def _checked(self, groups: range, names: Sequence[str]) -> pa.Table:
+        for name in names:
+            if not self.has(name):
+                raise self._wrong(f"it has no column {name}")
+        if not groups:
+            return self._schema.empty_table().select(names)
+        rows = self._groups[groups[-1]][1] - self._groups[groups[0]][0]
+        table = self._read([*groups], names)
+        if isinstance(table, str) or _problem_of(table, rows):
+            # One of the groups is at fault. Each for itself says which.
+            for number in groups:
+                start, end = self._groups[number]
+                one = self._read([number], names)
+                problem = one if isinstance(one, str) else _problem_of(one, end - start)
+                if problem:
+                    raise self._wrong(f"row group {number} {problem}")
+            raise self._wrong(table if isinstance(table, str) else _problem_of(table, rows))
         return table
 
-    def _columns(self, choice: ChoiceAbout, groups: list[pa.Table]) -> Columns:
-        table = _concatenated(groups, self._schema).slice(choice.prompt_rows)
-        if MASK in table.column_names and table.column(MASK).nbytes > MASKS_BYTES_MAX:
-            raise self._wrong(f"choice {choice.index} has masks of more than {MASKS_BYTES_MAX} bytes")
-        return {name: _one_array(table.column(name)) for name in table.column_names}
+    def _read(self, groups: list[int], names: Sequence[str]) -> pa.Table | str:
+        """Why it cannot be read, if it cannot."""
+        try:
+            with self._reading:
+                table = self._parquet.read_row_groups(groups, columns=[*names], use_threads=False)
+            table.validate(full=True)
+        except self._errors as error:
+            return f"cannot be read: {error}"
+        return table.select(names)
+
+    def _masks(self, table: pa.Table) -> pa.BinaryArray:
+        column = table.column(MASK)
+        if column.nbytes > MASKS_BYTES_MAX:
+            raise self._wrong(f"it has masks of more than {MASKS_BYTES_MAX} bytes")
+        return _one_array(column)
 
     @property
     def _route_column(self) -> str:
-        return ROUTE_GAPS if ROUTE_GAPS in self._schema.names else ROUTE
+        return ROUTE_GAPS if self.has(ROUTE_GAPS) else ROUTE
 
-    def routes(self, columns: Columns) -> Routes | None:
-        """None: it has none."""
-        column = columns.get(self._route_column)
-        return None if column is None else self._routes(column)
-
-    def _routes(self, column: pa.FixedSizeBinaryArray) -> Routes:
+    def _routes(self, table: pa.Table) -> Routes:
         dtype = np.dtype("<u2" if self._about.route_dtype == "uint16" else "u1")
-        numbers: Routes = self._of_experts(column, dtype, self._about.route_bytes)
-        if self._route_column == ROUTE:
-            return numbers
+        width, column = self._about.route_bytes, table.column(self._route_column)
+        if self._route_column == ROUTE or not len(column):
+            return self._of_experts(_one_array(column), dtype, width)
         try:
-            return routes_of(numbers)
+            return routes_of([self._of_experts(part, dtype, width) for part in column.chunks])
         except ValueError as error:
             raise self._wrong(f"{ROUTE_GAPS}: {error}") from error
-
-    def router_weights(self, column: pa.FixedSizeBinaryArray) -> npt.NDArray[np.float32]:
-        """Of a column of it, each at the place of its expert in the route."""
-        weights: npt.NDArray[np.float32]
-        weights = self._of_experts(column, np.dtype("<f4"), self._about.weights_bytes)
-        return weights
 
     def _of_experts(self, column: pa.FixedSizeBinaryArray, dtype: np.dtype[Any], width: int) -> Any:
         data = np.frombuffer(column.buffers()[1], np.uint8, len(column) * width, column.offset * width)
         return data.view(dtype).reshape(len(column), *self._about.route_shape)
+
+
+class ChoiceRows:
+    """The rows of one choice's sampled tokens. Each call decodes a column, and may raise RecordFileError."""
+
+    def __init__(self, file: RecordFile, about: ChoiceAbout, groups: range) -> None:
+        self._file, self.about, self._groups = file, about, groups
+
+    def small(self) -> Columns:
+        """By name, an array of each column that every file has."""
+        table = self._file.read(self.about, self._groups, [*COLUMNS])
+        return {name: _one_array(table.column(name)) for name in COLUMNS}
+
+    def routes(self) -> Routes | None:
+        """None: it has none."""
+        name = self._file._route_column
+        return self._file._routes(self._of(name)) if self._file.has(name) else None
+
+    def router_weights(self) -> npt.NDArray[np.float32] | None:
+        """Each at the place of its expert in the route. None: it has none."""
+        if not self._file.has(ROUTER_WEIGHTS):
+            return None
+        column = _one_array(self._of(ROUTER_WEIGHTS).column(ROUTER_WEIGHTS))
+        weights: npt.NDArray[np.float32]
+        weights = self._file._of_experts(column, np.dtype("<f4"), self._file._about.weights_bytes)
+        return weights
+
+    def masks(self) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int32]] | None:
+        """As of `masks_in`. None: it has none."""
+        return masks_in(self._file._masks(self._of(MASK))) if self._file.has(MASK) else None
+
+    def _of(self, name: str) -> pa.Table:
+        return self._file.read(self.about, self._groups, [name])
 
 
 def masks_in(column: pa.BinaryArray) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int32]]:
@@ -246,18 +288,22 @@ def masks_in(column: pa.BinaryArray) -> tuple[npt.NDArray[np.uint8], npt.NDArray
     return np.frombuffer(b"" if values is None else values, np.uint8), offsets
 
 
-def _group_count(choice: ChoiceAbout) -> int:
+def _group_count(choice: ChoiceAbout, group_tokens: int) -> int:
     """How many row groups it has, without a list of them."""
     if not choice.count:
         return 0
     last = choice.position + choice.count - 1
-    return last // GROUP_TOKENS - choice.position // GROUP_TOKENS + 1
+    return last // group_tokens - choice.position // group_tokens + 1
 
 
-def _concatenated(groups: Sequence[pa.Table], schema: pa.Schema) -> pa.Table:
-    import pyarrow as pa
-
-    return pa.concat_tables(groups) if groups else schema.empty_table()
+def _problem_of(table: pa.Table, rows: int) -> str:
+    """What makes it no table of so many rows; "": nothing."""
+    if table.num_rows != rows:
+        return f"has {table.num_rows} rows, not {rows}"
+    for name in table.column_names:
+        if name != "sampling_logprob" and table.column(name).null_count:
+            return f"lacks values of {name}"
+    return ""
 
 
 def _one_array(column: pa.ChunkedArray) -> Any:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -15,10 +16,10 @@ import numpy.typing as npt
 
 from midstream.client.decode import Routes, SamplingMasks, masks_of_bytes
 from midstream.client.errors import RecordFileError
-from midstream.client.record_file import Columns, RecordFile, masks_in
+from midstream.client.record_file import ChoiceRows, RecordFile
 from midstream.core import extras
 from midstream.core.decoding import NOT_JSON
-from midstream.core.record_files import FILE_BYTES_MAX, MASK, ROUTER_WEIGHTS, ChoiceAbout
+from midstream.core.record_files import FILE_BYTES_MAX
 from midstream.core.references import RecordReference
 from midstream.core.traces import Span, TracedEarlierKv
 from midstream.core.types import NEAR_TIES
@@ -32,11 +33,10 @@ class ChoiceColumns:
     """The records of one choice: arrays of a row for each generated token, views of the file's columns.
 
     index: of the choice. prompt_tokens: the position of the first row. sampling_logprobs: NaN where the engine does not know
-    it. routes: [tokens, moe_layers, top_k]; None where the request did not ask for them.
-    router_weights: of the same shape, None likewise. mask_bytes: the sampling masks of all
-    rows behind each other, None likewise; those of row j are `mask_bytes[mask_offsets[j]:mask_offsets[j + 1]]`. near_ties:
-    bits, by their place in `near_tie_names`. constrained: the `logprobs` of the row is of the tokens that a grammar allowed.
-    snapshots: over the rows. kv_snapshots, earlier_kv_snapshots: as responses have them, over all positions.
+    it. near_ties: bits, by their place in `near_tie_names`. constrained: the `logprobs` of the row is of the tokens that a
+    grammar allowed. snapshots: over the rows. kv_snapshots, earlier_kv_snapshots: as responses have them, over all positions.
+
+    The large columns are decoded when they are first asked for. That raises RecordFileError for a page that no server writes.
     """
 
     index: int
@@ -44,22 +44,53 @@ class ChoiceColumns:
     token_ids: npt.NDArray[np.int32]
     logprobs: npt.NDArray[np.float64]
     sampling_logprobs: npt.NDArray[np.float64]
-    routes: Routes | None
-    router_weights: npt.NDArray[np.float32] | None
-    mask_bytes: npt.NDArray[np.uint8] | None
-    mask_offsets: npt.NDArray[np.int32] | None
     near_ties: npt.NDArray[np.uint8]
     constrained: npt.NDArray[np.bool_]
     snapshots: list[Span]
     kv_snapshots: list[Span]
     earlier_kv_snapshots: list[TracedEarlierKv]
+    _rows: ChoiceRows
     near_tie_names: tuple[str, ...] = tuple(NEAR_TIES)
+
+    @cached_property
+    def routes(self) -> Routes | None:
+        """[tokens, moe_layers, top_k]; None where the request did not ask for them."""
+        return self._rows.routes()
+
+    @cached_property
+    def router_weights(self) -> npt.NDArray[np.float32] | None:
+        """Of the shape of `routes`; None where the request did not ask for them."""
+        return self._rows.router_weights()
+
+    @cached_property
+    def _masks(self) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int32]] | None:
+        return self._rows.masks()
+
+    @property
+    def mask_bytes(self) -> npt.NDArray[np.uint8] | None:
+        """The sampling masks of all rows behind each other; those of row j are
+        `mask_bytes[mask_offsets[j]:mask_offsets[j + 1]]`. None where the request did not ask for them."""
+        return None if self._masks is None else self._masks[0]
+
+    @property
+    def mask_offsets(self) -> npt.NDArray[np.int32] | None:
+        """See `mask_bytes`."""
+        return None if self._masks is None else self._masks[1]
 
     def sampling_masks(self) -> SamplingMasks:
         """The masks as ids. Raises ValueError where the request did not ask for them, and for bytes that are no masks."""
-        if self.mask_bytes is None or self.mask_offsets is None:
+        if self._masks is None:
             raise ValueError("the records have no sampling masks: ask for return_sampling_mask")
-        return masks_of_bytes(self.mask_bytes, self.mask_offsets.astype(np.int64), self.token_ids)
+        data, offsets = self._masks
+        return masks_of_bytes(data, offsets.astype(np.int64), self.token_ids)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """With all columns, as another process has no file."""
+        decoded = {name: getattr(self, name) for name in ("routes", "router_weights", "_masks")}
+        return {**self.__dict__, **decoded, "_rows": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
 
 
 def read_reference(
@@ -78,7 +109,7 @@ def read_reference(
         raise RuntimeError(f"reading a record file {hint}")
     found = _checked(reference)
     file = RecordFile(url, found, bytes_max)
-    return [_choice(file, choice, columns) for choice, columns in file.choices(found.choices)]
+    return [_choice(rows) for rows in file.choices(found.choices)]
 
 
 def _checked(reference: Mapping[str, Any] | RecordReference) -> RecordReference:
@@ -99,24 +130,20 @@ def _checked(reference: Mapping[str, Any] | RecordReference) -> RecordReference:
     return found
 
 
-def _choice(file: RecordFile, choice: ChoiceAbout, columns: Columns) -> ChoiceColumns:
-    weights = columns.get(ROUTER_WEIGHTS)
-    mask_bytes, mask_offsets = masks_in(columns[MASK]) if MASK in columns else (None, None)
+def _choice(rows: ChoiceRows) -> ChoiceColumns:
+    about, columns = rows.about, rows.small()
     return ChoiceColumns(
-        index=choice.index,
-        prompt_tokens=choice.prompt_tokens,
+        index=about.index,
+        prompt_tokens=about.prompt_tokens,
         token_ids=columns["token_id"].to_numpy(),
         logprobs=columns["logprob"].to_numpy(),
         sampling_logprobs=columns["sampling_logprob"].to_numpy(zero_copy_only=False),
-        routes=file.routes(columns),
-        router_weights=file.router_weights(weights) if weights is not None else None,
-        mask_bytes=mask_bytes,
-        mask_offsets=mask_offsets,
         near_ties=columns["near_tie"].to_numpy(),
         constrained=columns["constrained"].to_numpy(zero_copy_only=False),
         snapshots=_spans(columns["snapshot"]),
-        kv_snapshots=choice.kv_snapshots,
-        earlier_kv_snapshots=choice.earlier_kv_snapshots,
+        kv_snapshots=about.kv_snapshots,
+        earlier_kv_snapshots=about.earlier_kv_snapshots,
+        _rows=rows,
     )
 
 

@@ -4,7 +4,7 @@ Owns: the names and types of columns, what stands in the file's metadata, where 
 (replica/response/referenced.py), trainers read them (client/references.py).
 Always holds: a file has the name of its SHA-256. Its rows are the sampled tokens of all choices, choice after choice, each
 behind tokens of its prompt where the request wanted them. A row group has rows of one choice, and begins at a multiple of
-GROUP_TOKENS positions or at the choice's first row, so that no block of KV lies in two groups of a choice.
+`group_tokens` positions or at the choice's first row, so that no block of KV lies in two groups of a choice.
 """
 
 from __future__ import annotations
@@ -20,8 +20,11 @@ from midstream.core.traces import Span, TracedEarlierKv
 
 #: Of the metadata of a file.
 ABOUT_KEY = b"midstream"
-#: Positions of a row group: a multiple of every engine's KV block.
-GROUP_TOKENS = 1024
+#: Positions of a row group: a multiple of every engine's KV block. Each group and column costs its writer and its reader as much
+#: as a few hundred rows.
+GROUP_TOKENS = 4096
+#: In files of older servers, which do not say it.
+GROUP_TOKENS_BEFORE = 1024
 #: Of the columns of one file in memory, as it is written. Masks alone have 32-bit offsets, so at most 2 GiB.
 COLUMNS_BYTES_MAX = 3 * 2**30
 MASKS_BYTES_MAX = 2**31 - 1
@@ -71,7 +74,7 @@ class ChoiceAbout(msgspec.Struct, frozen=True, kw_only=True):
 
 class FileAbout(msgspec.Struct, frozen=True, kw_only=True):
     """The metadata of a file, as JSON. id: of the response. route_shape: MoE layers and experts per token of a route.
-    route_dtype: of its numbers, little-endian."""
+    route_dtype: of its numbers, little-endian. group_tokens: row groups begin at multiples of it."""
 
     format: Format
     id: str
@@ -79,6 +82,7 @@ class FileAbout(msgspec.Struct, frozen=True, kw_only=True):
     route_shape: tuple[_Count, _Count]
     route_dtype: Literal["uint8", "uint16"]
     choices: list[ChoiceAbout]
+    group_tokens: Annotated[int, Meta(ge=1, le=2**53)] = GROUP_TOKENS_BEFORE
 
     @property
     def route_bytes(self) -> int:
@@ -101,12 +105,12 @@ def is_file_name(name: str) -> bool:
     return _NAME.fullmatch(name) is not None
 
 
-def groups_of(rows: ChoiceAbout) -> list[tuple[int, int]]:
+def groups_of(rows: ChoiceAbout, group_tokens: int) -> list[tuple[int, int]]:
     """First row and end of each row group of a choice."""
     end, at, found = rows.start + rows.count, rows.start, []
     while at < end:
         position = rows.position + at - rows.start
-        until = min(end, at + GROUP_TOKENS - position % GROUP_TOKENS)
+        until = min(end, at + group_tokens - position % group_tokens)
         found.append((at, until))
         at = until
     return found

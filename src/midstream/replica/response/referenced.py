@@ -21,6 +21,7 @@ from midstream.core.record_files import (
     ABOUT_KEY,
     COLUMNS,
     COLUMNS_BYTES_MAX,
+    GROUP_TOKENS,
     MASK,
     MASKS_BYTES_MAX,
     ROUTE,
@@ -221,6 +222,7 @@ class ReferencedRecords:
             route_shape=self._head.route_shape if self._routes else (0, 0),
             route_dtype="uint16" if self._head.wide_routes else "uint8",
             choices=found,
+            group_tokens=GROUP_TOKENS,
         )
 
     def _table(self, choices: Sequence[Choice], about: FileAbout) -> pa.Table:
@@ -372,7 +374,7 @@ def _parquet(table: pa.Table, about: FileAbout) -> bytes:
     with pq.ParquetWriter(out, table.schema, write_statistics=False, store_schema=False, **options) as writer:
         writer.add_key_value_metadata({ABOUT_KEY: msgspec.json.encode(about)})
         for choice in about.choices:
-            for start, end in groups_of(choice):
+            for start, end in groups_of(choice, about.group_tokens):
                 writer.write_table(table.slice(start, end - start), row_group_size=end - start)
     data: bytes = out.getvalue().to_pybytes()
     return data
