@@ -21,7 +21,7 @@ from simkinds import HistoryKind
 from midstream.core.errors import SnapshotError
 from midstream.core.record_files import MASK
 from midstream.core.reports import Reported
-from midstream.core.types import Desired
+from midstream.core.types import Desired, GenerationEvent
 from midstream.core.versions import HEADER_ADMITTED, Admitted, as_header
 from midstream.engine.vllm.in_place import HoldAction, HoldEvent, VllmInPlace
 from midstream.fleet import loop as fleet_loop
@@ -560,14 +560,13 @@ def _masks_lie_a_row_later() -> None:
     ReferencedRecords._columns = columns  # type: ignore[method-assign]
 
 
-def _files_of_resumed_streams_begin_where_they_go_on() -> None:
-    """The file of a resumed stream lacks the rows of the lost replica."""
+def _files_of_resumed_streams_have_the_logs_numbers() -> None:
+    """The file of a resumed stream has what the resume log says of the lost replica's tokens, which is no number."""
     before = Generation._had
 
-    def had(self: Generation, *given: Any) -> None:
-        self._referenced.take = lambda choice, record: None  # type: ignore[method-assign, union-attr]
-        before(self, *given)
-        del self._referenced.take  # type: ignore[union-attr]
+    def had(self: Generation, choice: Any, event: GenerationEvent) -> None:
+        tokens = tuple([msgspec.structs.replace(record, logprob=0.0) for record in event.tokens])
+        before(self, choice, msgspec.structs.replace(event, tokens=tokens))
 
     Generation._had = had  # type: ignore[method-assign]
 
@@ -603,7 +602,7 @@ FOUND_IN = {
     "rows_of_any_age_are_referred_to": HistoryKind.RECORDS,
     "earlier_rows_begin_one_later": HistoryKind.RECORDS,
     "masks_lie_a_row_later": HistoryKind.RECORDS,
-    "files_of_resumed_streams_begin_where_they_go_on": HistoryKind.RECORDS,
+    "files_of_resumed_streams_have_the_logs_numbers": HistoryKind.RECORDS,
     "there_is_always_room": HistoryKind.RECORDS,
 }
 #: A seed that finds it, and what it then says; `simulate.py --prove` looks for other seeds where that one does not any more.
@@ -656,6 +655,6 @@ FOUND_AT = {
     "rows_of_any_age_are_referred_to": (5, "and by a client until"),
     "earlier_rows_begin_one_later": (0, "rows"),
     "masks_lie_a_row_later": (0, "mask"),
-    "files_of_resumed_streams_begin_where_they_go_on": (0, "a file has the tokens"),
+    "files_of_resumed_streams_have_the_logs_numbers": (4, "computes:"),
     "there_is_always_room": (11, "takes more"),
 }

@@ -7,6 +7,7 @@ client has is not sent again, and what follows is left out nowhere.
 
 from __future__ import annotations
 
+import asyncio
 from collections import deque
 from collections.abc import Callable, Collection
 
@@ -16,6 +17,8 @@ from midstream.replica.response.choice import Choice
 from midstream.replica.response.engine_events import EngineEvents
 from midstream.replica.response.resume import Continued
 
+#: Events of the log. Each takes a microsecond or two.
+READ_AT_ONCE = 1024
 #: Takes an event of the engine for its choice.
 Take = Callable[[Choice, GenerationEvent], None]
 
@@ -25,30 +28,40 @@ class GeneratedAgain:
 
     def __init__(self, continued: Continued, engine: EngineEvents, choices: int, had: Take) -> None:
         self._engine, self._had = engine, had
+        self._log = continued
         #: By choice, token and label of what is still to come again.
         self._left = [deque[tuple[int, str]]() for _ in range(choices)]
+        #: Choices whose first event the client has, and those whose end it has.
+        self._begun, self._over = set[int](), set[int]()
         #: The last reason that the log has for the end of a choice.
         self._finish: dict[int, FinishReason] = {}
-        #: Choices whose first event the client has.
-        self._begun = set[int]()
-        for index, event in continued.events():
-            self._begun.add(index)
-            self._left[index].extend((record.token_id, record.snapshot) for record in event.tokens)
-            if event.finish is not None:
-                self._finish[index] = event.finish
-        self._over = continued.over()
-        #: How many tokens of each choice the client has.
-        self.tokens = [len(left) for left in self._left]
         #: Choices that a trainer ended meanwhile.
         self._aborted = set[int]()
-        engine.abort({index for index in self._over if self._was_aborted(index) and not self.tokens[index]})
+        self._is_read = False
 
     def __repr__(self) -> str:
-        return f"GeneratedAgain({sum(map(len, self._left))} of {sum(self.tokens)} tokens left)"
+        return f"GeneratedAgain({sum(map(len, self._left))} tokens left)"
+
+    async def read(self) -> list[int]:
+        """Reads the log, while other streams continue. How many tokens of each choice the client has. Raises InvalidRequest."""
+        for number, (index, event) in enumerate(self._log.events()):
+            self._begun.add(index)
+            self._left[index].extend([(record.token_id, record.snapshot) for record in event.tokens])
+            if event.finish is not None:
+                self._finish[index] = event.finish
+            if number % READ_AT_ONCE == READ_AT_ONCE - 1:
+                await asyncio.sleep(0)
+        self._over, self._is_read = self._log.over(), True
+        none = {index for index, left in enumerate(self._left) if not left}
+        ended = {index for index in self._over if self._was_aborted(index)}
+        self._engine.abort(none & (ended | (self._aborted - self._over)))
+        return [len(left) for left in self._left]
 
     def abort(self, choices: Collection[int]) -> set[int]:
         """Those of the choices that may end now. The client has more of the others, which end once they are there."""
-        behind = {index for index in choices if self._left[index] or index in self._over}
+        behind = {
+            index for index in choices if not self._is_read or self._left[index] or index in self._over
+        }
         self._aborted |= behind
         return {*choices} - behind
 

@@ -223,7 +223,7 @@ class Generation:
                 sink.write(data)
 
         if self._again is not None:
-            self._begin_again(self._again)
+            await self._begin_again(self._again)
         elif self._continued is not None:
             async with self._service.replays:
                 released = await self._replay(self._continued)
@@ -325,13 +325,14 @@ class Generation:
         self._encoder.seam = continued.seam(tokens_before)
         return released
 
-    def _begin_again(self, again: GeneratedAgain) -> None:
-        """Raises CannotResume."""
+    async def _begin_again(self, again: GeneratedAgain) -> None:
+        """Raises CannotResume, InvalidRequest."""
         assert self._continued is not None
-        serving = self._serving()
+        tokens, serving = await again.read(), self._serving()
+        self._service.check_boot()
         self._continued.check_snapshot(serving, self._service.files_of(serving), ())
         self._engine.requests[:] = [replace(request, kv_age_max=0) for request in self._engine.requests]
-        self._encoder.seam = self._continued.seam(again.tokens)
+        self._encoder.seam = self._continued.seam(tokens)
 
     def _had(self, choice: Choice, event: GenerationEvent) -> None:
         self._not_sent(choice, self._applied(choice, event, replayed=False))
