@@ -103,7 +103,8 @@ def arrays(url: str, reference: Any) -> list[ChoiceColumns]:
     """With the columns that are decoded when they are asked for."""
     found = read_reference(url, reference)
     for one in found:
-        assert one.routes is not None and one.mask_bytes is not None
+        assert one.routes is not None
+        assert one.mask_bytes is not None
     return found
 
 

@@ -1,4 +1,4 @@
-"""A replica is killed in the middle of streams by reference: another one goes on, and its files have every row of the answer."""
+"""A replica is killed in the middle of streams by reference: another one goes on, and its files have every row."""
 
 from __future__ import annotations
 
@@ -117,8 +117,14 @@ def test_no_row_of_a_killed_stream_is_lost_or_comes_twice(
         for stream in streams:
             stream.join()
         assert all(stream.complete for stream in streams), [stream.events[-1] for stream in streams]
-        seams = [e["midstream"]["resumed"] for s in streams for e in s.events if "resumed" in e.get("midstream", {})]
-        assert seams and all(seam["exact"] and sum(seam["tokens"]) for seam in seams)
+        seams = [
+            e["midstream"]["resumed"]
+            for s in streams
+            for e in s.events
+            if "resumed" in e.get("midstream", {})
+        ]
+        assert seams
+        assert all(seam["exact"] and sum(seam["tokens"]) for seam in seams)
         for stream in streams:
             if any("record_reference" in event for event in stream.events):
                 check_ours(stream, store)

@@ -95,7 +95,8 @@ async def test_after_any_write_the_file_is_what_it_would_have_been(tmp_path: Pat
         writes = await stream(here, COMPLETIONS, body)
         found = events("".join(writes))
         expected, whole = [rows_of(tmp_path, file) for file in named_in(found)], by_choice(found)
-        assert expected and expected[0]["token_id"]
+        assert expected
+        assert expected[0]["token_id"]
         for cut in range(1, len(writes)):
             answer = await resume(there, COMPLETIONS, body, writes[:cut])
             assert answer.status_code == 200, answer.text
@@ -103,7 +104,9 @@ async def test_after_any_write_the_file_is_what_it_would_have_been(tmp_path: Pat
             assert [rows_of(tmp_path, file) for file in named_in(again)] == expected
             rest = by_choice(again)
             assert rest.keys() == whole.keys()
-            assert [rest[key] for key in whole if key != "end"] == [whole[key] for key in whole if key != "end"]
+            assert [rest[key] for key in whole if key != "end"] == [
+                whole[key] for key in whole if key != "end"
+            ]
             assert len(rest["end"]) == len(whole["end"])
 
 
@@ -114,7 +117,10 @@ async def test_the_first_event_tells_where_it_goes_on(tmp_path: Path) -> None:
         found = events(answer.text)
         count = len([line for line in state_of(writes[:5]).split("\n")[1:] if '"kv"' not in line])
         assert found[0]["midstream"] == {"resumed": {"from": "replica-7", "tokens": [count], "exact": True}}
-        assert sum(len(event["choices"][0]["token_ids"]) for event in found[:-2] if event["choices"]) == 9 - count
+        assert (
+            sum(len(event["choices"][0]["token_ids"]) for event in found[:-2] if event["choices"])
+            == 9 - count
+        )
 
 
 async def test_a_session_gets_the_turn_with_all_its_numbers(tmp_path: Path) -> None:
@@ -147,7 +153,10 @@ async def test_other_tokens_than_the_clients_are_in_no_file(tmp_path: Path) -> N
         before = {*(tmp_path / "bucket").rglob("*.parquet")}
         there.engine.reply = ids("help ")
         refused = await resume(there, COMPLETIONS, OURS, writes[:8])
-        assert (refused.status_code, "comes out differently here from token 2 on" in refused.text) == (409, True)
+        assert (refused.status_code, "comes out differently here from token 2 on" in refused.text) == (
+            409,
+            True,
+        )
         assert {*(tmp_path / "bucket").rglob("*.parquet")} == before
 
 
@@ -178,7 +187,9 @@ async def test_an_answer_that_was_aborted_ends_where_it_did(tmp_path: Path) -> N
             answer = await resume(there, COMPLETIONS, {**OURS, "n": 2}, writes[:cut])
             (again,) = references_in(answer.text)
             counts = [len(found.token_ids) for found in read_reference(url, again)]
-            had = sum(events(answer.text)[0].get("midstream", {}).get("resumed", {"tokens": [3, 3]})["tokens"])
+            had = sum(
+                events(answer.text)[0].get("midstream", {}).get("resumed", {"tokens": [3, 3]})["tokens"]
+            )
             assert (counts[0], had) == (3, 6)
             # The other one has no end yet for the client before the last cut, and goes on.
             assert counts[1] == (9 if cut == len(writes) - 2 else 3)
@@ -190,7 +201,9 @@ async def test_a_choice_that_was_aborted_before_its_first_token_has_no_rows(tmp_
         assert service is not None
         body = {"model": MODEL, "stream": True, **OURS, "n": 2}
         headers = {HEADER_RESUMABLE: "1"}
-        async with service.admitted(GENERATING["completions"], json.dumps(body).encode(), headers) as generation:
+        async with service.admitted(
+            GENERATING["completions"], json.dumps(body).encode(), headers
+        ) as generation:
             generation.abort([0])
             await generation.stream(sink)
         writes = units(sink.data.decode())

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from msgspec.structs import replace
 import numpy as np
+from msgspec.structs import replace
 from siminplace import BACKEND, InPlace
 from simreceiver import Receivers
 
@@ -531,7 +531,7 @@ def expected(
     spans: Iterable[tuple[str, int, int]],
     weights: Callable[[str], int],
 ) -> list[tuple[float, bytes, bytes]]:
-    """Logprob, route and mask of the tokens from position `first` on, whose labels are these, over KV computed as `spans` say."""
+    """Logprob, route and mask of the tokens from `first` on, whose labels are these, over KV computed as `spans` say."""
     by = [snapshot for snapshot, start, end in spans for _ in range(start, end)]
     kv, found = 0, []
     for position in range(len(tokens)):

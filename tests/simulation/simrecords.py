@@ -18,9 +18,9 @@ from simclient import Broken, Oracle, Rollout, Turn, Wrong
 from simfiles import FILES, LOOK_S, RECORDS, Kept, Trouble
 from simprocess import Process
 
+from midstream.client.decode import SamplingMasks
 from midstream.client.errors import RecordFileError, RecordFileGone
 from midstream.client.references import read_reference
-from midstream.client.decode import SamplingMasks
 from midstream.client.shared_references import read_masks, read_routes
 from midstream.core.config import RecordsSettings, parse_size
 from midstream.core.masks import kept_ids
@@ -223,9 +223,7 @@ class Records:
         for number, (_, _, mask) in enumerate(expected):
             ids = list(kept_ids(mask, turn.tokens[number]) or ())
             if found.row(number).tolist() != ids:
-                raise Wrong(
-                    f"a file has the mask {found.row(number)} for token {number}, not {ids}: {turn}"
-                )
+                raise Wrong(f"a file has the mask {found.row(number)} for token {number}, not {ids}: {turn}")
 
     # -- what becomes of the files
 

@@ -59,9 +59,7 @@ class GeneratedAgain:
 
     def abort(self, choices: Collection[int]) -> set[int]:
         """Those of the choices that may end now. The client has more of the others, which end once they are there."""
-        behind = {
-            index for index in choices if not self._is_read or self._left[index] or index in self._over
-        }
+        behind = {index for index in choices if not self._is_read or self._left[index] or index in self._over}
         self._aborted |= behind
         return {*choices} - behind
 

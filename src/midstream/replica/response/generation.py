@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 from msgspec import UNSET
 from msgspec.structs import replace
@@ -27,7 +27,7 @@ from midstream.core.types import GenerationEvent, ModelInfo
 from midstream.engine.base import Engine, EngineDied, StreamLost
 from midstream.replica.gate import Gate
 from midstream.replica.record_files import RecordFiles
-from midstream.replica.request.checked import Checked, Prompt
+from midstream.replica.request.checked import Prompt
 from midstream.replica.response.again import GeneratedAgain, Take
 from midstream.replica.response.answer import NOTHING, Extras, Parts, ResponseHead
 from midstream.replica.response.choice import Choice, Piece
