@@ -111,6 +111,7 @@ def shape_of(value: Any) -> str:
     fields = [
         f"    {name}: {getattr(hint, '__forward_arg__', hint)}{default_of(value, name)}"
         for name, hint in inspect.get_annotations(value).items()
+        if not name.startswith("_")
     ]
     return "\n".join([f"class {value.__name__}{made[0] if made else ''}:", *fields])
 

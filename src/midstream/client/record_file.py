@@ -179,6 +179,7 @@ class RecordFile:
             number += count
 
     def has(self, name: str) -> bool:
+        """It has this column."""
         return name in self._schema.names
 
     def all_routes(self) -> Routes:
@@ -237,7 +238,8 @@ class RecordFile:
         dtype = np.dtype("<u2" if self._about.route_dtype == "uint16" else "u1")
         width, column = self._about.route_bytes, table.column(self._route_column)
         if self._route_column == ROUTE or not len(column):
-            return self._of_experts(_one_array(column), dtype, width)
+            experts: Routes = self._of_experts(_one_array(column), dtype, width)
+            return experts
         try:
             return routes_of([self._of_experts(part, dtype, width) for part in column.chunks])
         except ValueError as error:

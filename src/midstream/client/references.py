@@ -6,8 +6,7 @@ Always holds: what is wrong with a file is a RecordFileError that names it (reco
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -49,45 +48,57 @@ class ChoiceColumns:
     snapshots: list[Span]
     kv_snapshots: list[Span]
     earlier_kv_snapshots: list[TracedEarlierKv]
-    _rows: ChoiceRows
+    # ChoiceRows, which no caller needs to know.
+    _rows: Any
     near_tie_names: tuple[str, ...] = tuple(NEAR_TIES)
+    # Large columns, by the name of the method of ChoiceRows.
+    _kept: dict[str, Any] = field(default_factory=dict)
 
-    @cached_property
+    @property
     def routes(self) -> Routes | None:
         """[tokens, moe_layers, top_k]; None where the request did not ask for them."""
-        return self._rows.routes()
+        routes: Routes | None = self._decoded("routes")
+        return routes
 
-    @cached_property
+    @property
     def router_weights(self) -> npt.NDArray[np.float32] | None:
         """Of the shape of `routes`; None where the request did not ask for them."""
-        return self._rows.router_weights()
-
-    @cached_property
-    def _masks(self) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int32]] | None:
-        return self._rows.masks()
+        weights: npt.NDArray[np.float32] | None = self._decoded("router_weights")
+        return weights
 
     @property
     def mask_bytes(self) -> npt.NDArray[np.uint8] | None:
         """The sampling masks of all rows behind each other; those of row j are
         `mask_bytes[mask_offsets[j]:mask_offsets[j + 1]]`. None where the request did not ask for them."""
-        return None if self._masks is None else self._masks[0]
+        masks = self._decoded("masks")
+        return None if masks is None else masks[0]
 
     @property
     def mask_offsets(self) -> npt.NDArray[np.int32] | None:
         """See `mask_bytes`."""
-        return None if self._masks is None else self._masks[1]
+        masks = self._decoded("masks")
+        return None if masks is None else masks[1]
 
     def sampling_masks(self) -> SamplingMasks:
         """The masks as ids. Raises ValueError where the request did not ask for them, and for bytes that are no masks."""
-        if self._masks is None:
+        masks = self._decoded("masks")
+        if masks is None:
             raise ValueError("the records have no sampling masks: ask for return_sampling_mask")
-        data, offsets = self._masks
+        data, offsets = masks
         return masks_of_bytes(data, offsets.astype(np.int64), self.token_ids)
+
+    def _decoded(self, name: str) -> Any:
+        """What the method of ChoiceRows of this name returns, which is called once."""
+        kept = self._kept
+        if name not in kept:
+            kept[name] = getattr(self._rows, name)()
+        return kept[name]
 
     def __getstate__(self) -> dict[str, Any]:
         """With all columns, as another process has no file."""
-        decoded = {name: getattr(self, name) for name in ("routes", "router_weights", "_masks")}
-        return {**self.__dict__, **decoded, "_rows": None}
+        for name in ("routes", "router_weights", "masks"):
+            self._decoded(name)
+        return {**self.__dict__, "_rows": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

@@ -20,8 +20,8 @@ from midstream.core.traces import Span, TracedEarlierKv
 
 #: Of the metadata of a file.
 ABOUT_KEY = b"midstream"
-#: Positions of a row group: a multiple of every engine's KV block. Each group and column costs as much as a few hundred rows, to
-#: write and to read.
+#: Positions of a row group: a multiple of every engine's KV block. Each group and column costs as much as a few hundred
+#: rows, to write and to read.
 GROUP_TOKENS = 4096
 #: In files of older servers, which do not say it.
 GROUP_TOKENS_BEFORE = 1024

@@ -307,8 +307,7 @@ class Service(Surroundings):
         unread = self._reader.unread(parsed, checked, body_size, histories)
         choices = check_choices(count, checked.n)
         continued = None if resume is None else Continued(resume, checked, choices, self.info.card)
-        counted = choices if continued is None else 0
-        self.gate.check(counted)
+        self.gate.check(counted := choices if continued is None else 0)
         if asked is not None and self.gate.door is gate.Door.OPEN:
             asked.check(self.serving(), self.pins)
         answer = None

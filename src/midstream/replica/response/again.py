@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection
 
 from midstream.core.resumption import CannotResume
 from midstream.core.types import FinishReason, GenerationEvent
+from midstream.replica.request.checked import Checked
 from midstream.replica.response.choice import Choice
 from midstream.replica.response.engine_events import EngineEvents
 from midstream.replica.response.resume import Continued
@@ -110,6 +111,15 @@ class GeneratedAgain:
 
     def _was_aborted(self, index: int) -> bool:
         return self._finish.get(index) == "abort"
+
+
+def generated_again(
+    continued: Continued | None, checked: Checked, engine: EngineEvents, choices: int, had: Take
+) -> GeneratedAgain | None:
+    """None: no other replica began the stream, or it has no file."""
+    if continued is None or not checked.by_file:
+        return None
+    return GeneratedAgain(continued, engine, choices, had)
 
 
 def _changed(choice: Choice) -> CannotResume:

@@ -28,7 +28,7 @@ from midstream.engine.base import Engine, EngineDied, StreamLost
 from midstream.replica.gate import Gate
 from midstream.replica.record_files import RecordFiles
 from midstream.replica.request.checked import Prompt
-from midstream.replica.response.again import GeneratedAgain, Take
+from midstream.replica.response.again import GeneratedAgain, Take, generated_again
 from midstream.replica.response.answer import NOTHING, Extras, Parts, ResponseHead
 from midstream.replica.response.choice import Choice, Piece
 from midstream.replica.response.engine_events import EngineEvents
@@ -107,8 +107,7 @@ class Generation:
         histories: get what is sampled, one for each prompt; or none. files: where the records go that the request wants by
         reference."""
         checked = self.checked = work.checked
-        self._service = service
-        self._work = work
+        self._service, self._work = service, work
         self._histories = histories
         #: Whether each token needs a route, a sampling mask, and the weights of its route.
         self._routes, self._masks = checked.routes, checked.masks
@@ -145,9 +144,7 @@ class Generation:
         if checked.by_file and files is not None:
             shared, inline = split(checked, requests, work.stay_s)
             self._referenced = ReferencedRecords(files, checked, head, work.prompts, shared)
-        self._again: GeneratedAgain | None = None
-        if continued is not None and self._referenced is not None:
-            self._again = GeneratedAgain(continued, self._engine, len(self._choices), self._had)
+        self._again = generated_again(continued, checked, self._engine, len(self._choices), self._had)
         self._encoder = work.wire.encoder(inline, head, service.text.vocabulary, work.details)
         self._encoder.cached = self._measured.cached
         keeps = self._encoder.keeps and checked.stream
