@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import pickle
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,9 +23,10 @@ from midstream.client.decode import masks_of_bytes
 from midstream.client.errors import RecordFileError, RecordFileGone
 from midstream.client.record_file import RecordFile
 from midstream.client.references import ChoiceColumns, read_reference
+from midstream.client.turn_columns import TurnColumns
 from midstream.core.masks import kept_ids
 from midstream.core.record_files import ABOUT_KEY, GROUP_TOKENS, ChoiceAbout, FileAbout, path_of
-from midstream.core.references import FORMAT, RecordReference, ReferencedRows
+from midstream.core.references import FORMAT, RecordReference, ReferencedRows, TurnReference
 
 COUNT = GROUP_TOKENS + 5
 Change = Callable[[dict[str, Any]], None]
@@ -154,6 +156,16 @@ def test_columns_that_nobody_asks_for_are_not_decoded(
     assert (asked.count("sampling_mask"), asked.count("route")) == (1, 0)
 
 
+def test_the_bytes_of_a_file_go_when_its_columns_are_there(tmp_path: Path) -> None:
+    """A trainer that keeps samples would keep each file beside its arrays."""
+    (found,) = read_reference(tmp_path.as_uri(), good(tmp_path))
+    file = weakref.ref(found._rows._file)
+    assert found.routes is not None
+    assert file() is not None
+    assert found.mask_bytes is not None
+    assert file() is None
+
+
 def test_columns_can_be_sent_to_another_process(tmp_path: Path) -> None:
     (found,) = read_reference(tmp_path.as_uri(), good(tmp_path))
     sent = pickle.dumps(found)
@@ -206,6 +218,14 @@ def test_a_file_that_is_gone_or_changed_is_named(tmp_path: Path) -> None:
 
 def test_gaps_that_are_no_route_are_refused(tmp_path: Path) -> None:
     fails(tmp_path, with_gaps(tmp_path, [250, 6]), "route_gaps: gaps of experts add up to more than 255")
+
+
+def test_a_record_whose_file_has_no_routes_is_named(tmp_path: Path) -> None:
+    reference = with_gaps(tmp_path, [250, 6])
+    left = msgspec.to_builtins(TurnReference(reference, 0, ["route"]))
+    turn = {"token_ids": [*range(COUNT)], "record_reference": left}
+    with pytest.raises(RecordFileError, match=rf"^a.jsonl: line 3: {reference.file}: route_gaps"):
+        TurnColumns(tmp_path.as_uri()).turn(turn, "a.jsonl: line 3")
 
 
 def test_more_gaps_than_there_can_be_experts_are_refused(tmp_path: Path) -> None:

@@ -261,6 +261,12 @@ class ChoiceRows:
         table = self._file.read(self.about, self._groups, [*COLUMNS])
         return {name: _one_array(table.column(name)) for name in COLUMNS}
 
+    def lacking(self) -> set[str]:
+        """Those of the methods below that return None."""
+        has, routes = self._file.has, self._file._route_column
+        columns = {"routes": routes, "router_weights": ROUTER_WEIGHTS, "masks": MASK}
+        return {name for name, column in columns.items() if not has(column)}
+
     def routes(self) -> Routes | None:
         """None: it has none."""
         name = self._file._route_column

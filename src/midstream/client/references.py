@@ -27,6 +27,10 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 
+#: Methods of ChoiceRows, each for a column that is decoded when it is asked for.
+_LARGE = {"routes", "router_weights", "masks"}
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class ChoiceColumns:
     """The records of one choice: arrays of a row for each generated token, views of the file's columns.
@@ -88,17 +92,19 @@ class ChoiceColumns:
         return masks_of_bytes(data, offsets.astype(np.int64), self.token_ids)
 
     def _decoded(self, name: str) -> Any:
-        """What the method of ChoiceRows of this name returns, which is called once."""
-        kept = self._kept
+        """What the method of ChoiceRows of this name returns, which is called once. Behind the last one the file's bytes go."""
+        rows, kept = self._rows, self._kept
         if name not in kept:
-            kept[name] = getattr(self._rows, name)()
+            kept[name] = getattr(rows, name)()
+            if kept.keys() == _LARGE:
+                self.__dict__["_rows"] = None
         return kept[name]
 
     def __getstate__(self) -> dict[str, Any]:
         """With all columns, as another process has no file."""
-        for name in ("routes", "router_weights", "masks"):
+        for name in _LARGE:
             self._decoded(name)
-        return {**self.__dict__, "_rows": None}
+        return self.__dict__
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -155,6 +161,7 @@ def _choice(rows: ChoiceRows) -> ChoiceColumns:
         kv_snapshots=about.kv_snapshots,
         earlier_kv_snapshots=about.earlier_kv_snapshots,
         _rows=rows,
+        _kept=dict.fromkeys(rows.lacking()),
     )
 
 

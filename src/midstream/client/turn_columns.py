@@ -42,18 +42,14 @@ class TurnColumns:
         found = [one for one in choices if one.index == given.choice]
         if not found or found[0].token_ids.tolist() != turn.get("token_ids"):
             raise RecordFileError(f"{where}: choice {given.choice} of {file} has other tokens than the turn")
-        columns = found[0]
-        made: dict[LeftOut, dict[str, Any]] = {
-            "logprob": {"logprobs": columns.logprobs.tolist() or None},
-            "sampling_logprob": {
-                "sampling_logprobs": [None if at != at else at for at in columns.sampling_logprobs.tolist()]
-                or None
-            },
-            "route": _traced_routes(columns.routes),
-            "router_weights": _traced_weights(columns),
-            "sampling_mask": _traced_masks(columns),
+        try:
+            left_out = _left_out(found[0])
+        except RecordFileError as error:
+            raise RecordFileError(f"{where}: {error}") from error
+        return {
+            **turn,
+            **{name: value for column in given.columns for name, value in left_out[column].items()},
         }
-        return {**turn, **{name: value for column in given.columns for name, value in made[column].items()}}
 
     def _choices(self, given: TurnReference, where: str) -> list[ChoiceColumns] | RecordFileGone:
         file = given.reference.file
@@ -65,6 +61,20 @@ class TurnColumns:
             except (RecordFileError, RuntimeError) as error:
                 raise RecordFileError(f"{where}: {error}") from error
         return self._last[1]
+
+
+def _left_out(columns: ChoiceColumns) -> dict[LeftOut, dict[str, Any]]:
+    """By column, the fields of a turn that it fills. Raises RecordFileError."""
+    return {
+        "logprob": {"logprobs": columns.logprobs.tolist() or None},
+        "sampling_logprob": {
+            "sampling_logprobs": [None if at != at else at for at in columns.sampling_logprobs.tolist()]
+            or None
+        },
+        "route": _traced_routes(columns.routes),
+        "router_weights": _traced_weights(columns),
+        "sampling_mask": _traced_masks(columns),
+    }
 
 
 def _traced_routes(routes: Routes | None) -> dict[str, Any]:

@@ -565,6 +565,36 @@ REPLICA = (
         ("replica/test_shared_references.py::test_a_key_stands_for_all_rows_before_it",),
     ),
     Mutation(
+        "what_comes_out_differently_is_in_a_file",
+        "replica/response/again.py",
+        "            if (record.token_id, record.snapshot) != left.popleft():",
+        "            if not left.popleft():",
+        "A resumed stream by reference has a file only where each token that the client has came again.",
+        (
+            "replica/test_references_resumed.py::test_other_tokens_than_the_clients_are_in_no_file",
+            "replica/test_references_resumed.py::test_a_swap_on_the_way_back_is_in_no_file",
+        ),
+    ),
+    Mutation(
+        "any_snapshot_is_taken_for_a_file",
+        "replica/response/resume.py",
+        "self._exact = resume.exact or checked.by_file",
+        "self._exact = resume.exact",
+        "A file has numbers of one snapshot's passes, whatever the client takes.",
+        ("replica/test_references_resumed.py::test_another_snapshot_is_refused_whatever_the_client_takes",),
+    ),
+    Mutation(
+        "sums_of_gaps_are_not_looked_at",
+        "core/route_gaps.py",
+        "    if places and falls != ",
+        "    if not places and falls != ",
+        "Gaps that add up to more than an expert are no route.",
+        (
+            "test_route_gaps.py::test_numbers_that_are_no_gaps_are_refused",
+            "client/test_references.py::test_gaps_that_are_no_route_are_refused",
+        ),
+    ),
+    Mutation(
         "weights_in_the_answer_lose_the_order_of_their_experts",
         "replica/response/referenced.py",
         "self._in_order = checked.router_weights",
