@@ -57,8 +57,12 @@ def _add_up(gaps: Numbers, routes: Numbers) -> None:
     if places * size in (2, 4, 8):
         # A layer is one little-endian number, and its product with ones in all places has in each the sum up to there.
         word = np.dtype(f"<u{places * size}")
-        ones = word.type(sum(1 << 8 * size * place for place in range(places)))
-        np.multiply(gaps.reshape(-1).view(word), ones, out=routes.reshape(-1).view(word))
+        ones = sum(1 << 8 * size * place for place in range(places))
+        given, sums = gaps.reshape(-1).view(word), routes.reshape(-1).view(word)
+        np.multiply(given, word.type(ones), out=sums)
+        if not int(np.bitwise_or.reduce(given | sums)) & ones << 8 * size - 1:
+            # Of numbers below half of what fits, the first sum that is not has its highest bit, without a carry.
+            return
     else:
         routes[...] = gaps
         for place in range(1, places):
