@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import signal
+import sys
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -20,6 +22,7 @@ from midstream.core.errors import ConfigError
 from midstream.core.server_settings import VllmSettings
 from midstream.core.types import GenerateRequest
 from midstream.engine.base import EngineDied, StagingFailed, Tee, TransferFailed, TransferRefused
+from midstream.engine.servers import keeper
 from midstream.engine.servers.boot import ServerBoot
 from midstream.engine.vllm import in_place, life, swap
 from midstream.engine.vllm.arguments import command_line
@@ -113,6 +116,32 @@ async def test_a_start_of_an_update_that_takes_long_is_no_failure(
         tee = Tee(here.files / "model.safetensors", {"a": (0, 8)}, 8)
         await here.fence.write({"names": ["a"], "number": 1}, tee, SOON_S)
         assert here.fence.phase is HoldPhase.UNCERTAIN
+
+
+@pytest.mark.parametrize("call", [INIT, START, UPDATE, "/collective_rpc", FINISH])
+async def test_a_stopped_worker_is_not_waited_for_as_a_slow_trainer_is(
+    tmp_path: Path, call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The worker cannot be asked: it waits in the call."""
+    monkeypatch.setattr(sys.modules[__name__], "SOON_S", 600.0)
+    monkeypatch.setattr("midstream.engine.servers.watch.IDLE_POLL_S", 0.1)
+    worker = await asyncio.create_subprocess_exec(sys.executable, "-S", "-c", "import time; time.sleep(600)")
+    try:
+        async with attached(tmp_path, weight_transfer="gloo", silence_s_max=1.0) as (engine, fake):
+            started = keeper.started_at(worker.pid)
+            assert started is not None
+            engine._server._descendants = {worker.pid: started}
+            fake.fault(call, "hang")
+            pushed = asyncio.create_task(Bed(engine, fake, tmp_path).at("written"))
+            await until(lambda: engine.silent_s() > 2.0, "longer than it may be silent")
+            assert not pushed.done()
+            worker.send_signal(signal.SIGSTOP)
+            with pytest.raises(TransferFailed, match="had a stopped process"):
+                await pushed
+            fake.heal()
+    finally:
+        worker.kill()
+        await worker.wait()
 
 
 async def test_workers_stage_nothing_while_a_trainer_writes(tmp_path: Path) -> None:

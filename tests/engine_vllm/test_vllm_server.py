@@ -272,6 +272,22 @@ class TestEnd:
 
         with_server(make(fake), check)
 
+    @pytest.mark.parametrize("victim", ["server", "core", "worker"])
+    def test_stopped(self, fake: Fake, victim: str) -> None:
+        async def check(server: VllmServer) -> None:
+            assert not server.is_stopped
+            pid = fake.pids()[victim]
+            os.kill(pid, signal.SIGSTOP)
+            until(lambda: server.is_stopped, "it is seen")
+            os.kill(pid, signal.SIGCONT)
+            until(lambda: not server.is_stopped, "its end is seen")
+            os.kill(pid, signal.SIGSTOP)
+            await server.close()
+            assert not server.is_stopped
+            assert not running(pid)
+
+        with_server(make(fake), check)
+
     def test_it_starts_again(self, fake: Fake) -> None:
         async def check(server: VllmServer) -> None:
             before = fake.pids()

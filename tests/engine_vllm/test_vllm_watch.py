@@ -19,6 +19,7 @@ pytestmark = pytest.mark.slow
 
 DUE, PAUSED = PendingWork(due=True, prompt_tokens=0), PendingWork(due=False, prompt_tokens=0)
 IDLE = PendingWork(due=False, prompt_tokens=0, idle=True)
+STOPPED = PendingWork(due=False, prompt_tokens=0, stopped=True)
 MAX_S = 8.0
 
 
@@ -97,6 +98,19 @@ class TestSilence:
             if (problem := silence.update(float(now), DUE)) is not None:
                 wrong.append((now, problem))
         assert wrong == [(48, "vLLM's engine answers, and has sampled no token for 48 s")]
+
+    def test_a_stopped_process_gets_no_time_for_what_holds_the_server_up(self) -> None:
+        silence = Silence(MAX_S, 0.0)
+        silence.hold_up(600)
+        assert listen(silence, 1, 100, PAUSED) == [], "a trainer may be slow"
+        assert listen(silence, 101, 108, STOPPED) == [108]
+
+    def test_a_stop_that_ends_in_time_is_none(self) -> None:
+        silence = Silence(MAX_S, 0.0)
+        silence.hold_up(600)
+        for start in (0, 8, 16):
+            assert listen(silence, start + 1, start + 7, STOPPED) == []
+            assert listen(silence, start + 8, start + 8, PAUSED) == []
 
     def test_nothing_is_due_while_nothing_runs(self) -> None:
         silence = Silence(MAX_S, 0.0)

@@ -90,6 +90,12 @@ def started_at(pid: int) -> int | None:
     return None if stat is None or stat[0] == b"Z" else int(stat[19])
 
 
+def is_stopped(pid: int, start: int) -> bool:
+    """Whether the process that began at `start` is, as a whole. Its other states say nothing of what it waits for."""
+    stat = stat_of(pid)
+    return stat is not None and stat[0] == b"T" and int(stat[19]) == start
+
+
 def descendants(root: int) -> list[int]:
     children: dict[int, list[int]] = {}
     for entry in os.listdir("/proc"):

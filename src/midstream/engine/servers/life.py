@@ -237,7 +237,7 @@ class ServerLife(Engine):
         prompts += sum(run.scoring for run in self._requests.values())
         due = self._computing.is_set() and any(choice.labels.count for choice in choices)
         waiting = min(prompts, max(self._server.max_model_len, STEP_TOKENS))
-        return PendingWork(due, waiting, idle=not self._requests)
+        return PendingWork(due, waiting, idle=not self._requests, stopped=self._server.is_stopped)
 
     def on_death(self, callback: Callable[[str], Awaitable[None]]) -> None:
         self._death = callback

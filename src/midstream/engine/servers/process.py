@@ -105,7 +105,7 @@ class ServerProcess(abc.ABC):
         self._log = log
         self._python = settings.python or sys.executable
         self._keeper: asyncio.subprocess.Process | None = None
-        # The processes below the keeper with their start times, in case the keeper is killed.
+        # The processes below the keeper with their start times.
         self._descendants: dict[int, int] = {}
         # Keeps other processes from the server's port.
         self._port: socket.socket | None = None
@@ -133,6 +133,11 @@ class ServerProcess(abc.ABC):
         key = self._settings.env.get(self.KEY, os.environ.get(self.KEY, ""))
         # As the bytes of its UTF-8, which a header line holds as they are.
         return f"authorization: Bearer {key.encode().decode('latin-1')}\r\n" if key else ""
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether a process of it was stopped, by SIGSTOP or a terminal. Of an attached server this is not known."""
+        return any(keeper.is_stopped(pid, start) for pid, start in self._descendants.items())
 
     @abc.abstractmethod
     async def _spawn(self) -> None:

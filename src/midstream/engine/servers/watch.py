@@ -7,6 +7,8 @@ Always holds:
   look for the next one without a pause. Its silence begins when a question is due.
 - The core gets more time only for what is known to hold it up: calls in `held_up`, and prompts where they are computed in one
   piece, which are slow on CPUs. Prompts that came after the silence began give it no more time.
+- Nothing gives more time to a server that has a stopped process, as it computes nothing. One that is slow, or waits for
+  others, has none.
 - A verdict comes at most POLL_S after its time, and once.
 """
 
@@ -39,12 +41,13 @@ CPU_PROMPT_TOKENS_PER_S = 200.0
 class PendingWork:
     """What the core has to do. due: a request that has tokens already waits for its next one.
 
-    prompt_tokens: of the prompts that no token has come for. idle: it has no request.
+    prompt_tokens: of the prompts that no token has come for. idle: it has no request. stopped: a process of it is.
     """
 
     due: bool
     prompt_tokens: int
     idle: bool = False
+    stopped: bool = False
 
 
 class Silence:
@@ -56,7 +59,7 @@ class Silence:
         self._who = who
         self._silence_s_max = silence_s_max
         self._prompt_tokens_per_s = prompt_tokens_per_s
-        self._silence, self._tokens = SilenceTimer(now), SilenceTimer(now)
+        self._silence, self._tokens, self._stopped = SilenceTimer(now), SilenceTimer(now), SilenceTimer(now)
         # Since the last sign of life, and how long that may be until the next question.
         self._unasked, self._ask_after_s = SilenceTimer(now), POLL_S / 2
         self._held_up_s = 0.0
@@ -108,10 +111,15 @@ class Silence:
         self._unasked.update(now)
         self._ask_after_s = IDLE_POLL_S if work.idle else POLL_S / 2
         silent_s, stalled_s = self._silence.update(now), self._tokens.update(now)
+        stopped_s = self._stopped.update(now)
+        if not work.stopped:
+            self._stopped.heard()
         if work.idle and not self._question_due:
             silent_s = self._silence.silent_s = 0.0
         if silent_s <= 1.5 * POLL_S:
             self._prompt_s = work.prompt_tokens / self._prompt_tokens_per_s
+        if work.stopped and stopped_s >= self._silence_s_max:
+            return f"{self._who} has had a stopped process for {stopped_s:.0f} s ({self._who.lower()}.silence_s_max)"
         if silent_s >= self.allowed_s:
             return f"{self._who}'s engine has been silent for {silent_s:.0f} s ({self._who.lower()}.silence_s_max)"
         if stalled_s >= STALLED * self.allowed_s:
