@@ -36,6 +36,7 @@ ORDER = [
     "test_real_provenance",
     "test_vllm_session_kv",
     "test_real_policy_provenance",
+    "test_real_policy_numbers",
     "test_vllm_tinker",
     "test_vllm_conformance",
     "test_vllm_openai",

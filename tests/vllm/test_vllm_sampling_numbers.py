@@ -209,7 +209,7 @@ async def engine_of(directory: Path, folder: Path, *args: str) -> AsyncIterator[
 
 class Recomputed:
     def __init__(self, snapshots: dict[str, Path]) -> None:
-        self._passes = Recomputer(snapshots)
+        self.passes = Recomputer(snapshots)
         # Tokens with a near tie.
         self.marked = 0
         # Tokens that some were left for, and not all.
@@ -220,17 +220,28 @@ class Recomputed:
 
     def check(self, one: Drawn) -> float:
         """The largest difference of a number. Raises AssertionError for alternatives of others."""
-        request, tokens = one.request, one.tokens
-        prompt = [*request.prompt, *one.emitted]
+        prompt = [*one.request.prompt, *one.emitted]
         labels = [record.snapshot for record in one.records]
         kv = [labels[0]] * len(prompt) + labels[1:]
-        logits = self._passes.passes([*prompt, *tokens[:-1]], kv).logits.double().numpy()[len(prompt) - 1 :]
+        logits = (
+            self.passes.passes([*prompt, *one.tokens[:-1]], kv).logits.double().numpy()[len(prompt) - 1 :]
+        )
+        return self.check_rows(one.request, one.emitted, one.records, logits)
+
+    def check_rows(
+        self,
+        request: GenerateRequest,
+        resumed_behind: Sequence[int],
+        records: Sequence[TokenRecord],
+        logits: Any,
+    ) -> float:
+        """As `check`. logits: [tokens, vocab], what each token was drawn from."""
         matcher = None
         if request.grammar is not None:
             assert self._constraints is not None
             matcher = self._constraints.matcher(request.grammar, request.sampling.stop_token_ids)
-        worst = 0.0
-        for at, (row, record) in enumerate(zip(logits, one.records, strict=True)):
+        worst, emitted = 0.0, [*resumed_behind]
+        for at, (row, record) in enumerate(zip(logits, records, strict=True)):
             raw = log_softmax(row)
             worst = max(worst, abs(raw[record.token_id] - record.logprob))
             assert len(record.top_logprobs) == request.top_logprobs
@@ -244,7 +255,6 @@ class Recomputed:
                 allowed = allowed_by(matcher)
                 matcher.accept(record.token_id)
             bad = self._bad if request.sampling.bad_words else ()
-            emitted = (*one.emitted, *tokens[:at])
             ways = drawn_from(row, request.sampling, request.prompt, emitted, allowed, bad)
             assert record.sampling_logprob is not None
             off = min(abs(way[record.token_id] - record.sampling_logprob) for way in ways)
@@ -260,6 +270,7 @@ class Recomputed:
             self.marked += record.near_tie != 0
             if request.want_masks:
                 self.masked += check_mask(record, ways, scores, rounding)
+            emitted.append(record.token_id)
         return worst
 
 
@@ -282,14 +293,18 @@ def allowed_by(matcher: Any) -> list[int]:
     return [int(token) for token in np.flatnonzero(bits)]
 
 
+def continues(request: GenerateRequest) -> bool:
+    """Whether a stream of it may continue elsewhere: vLLM counts no tokens that it did not draw."""
+    s = request.sampling
+    return not (s.presence_penalty or s.frequency_penalty or s.bad_words or request.grammar is not None)
+
+
 def resumed(drawn: Sequence[Drawn]) -> list[GenerateRequest]:
     """Streams that another replica lost, at half of their way."""
     found = []
     for one in drawn:
         request, half = one.request, tuple(one.tokens[: TOKENS // 2])
-        s = request.sampling
-        counted = s.presence_penalty or s.frequency_penalty or s.bad_words or request.grammar is not None
-        if request.n == 1 and not counted and len(one.tokens) == TOKENS:
+        if request.n == 1 and continues(request) and len(one.tokens) == TOKENS:
             found.append(replace(request, request_id=f"{request.request_id} again", emitted=(half,)))
     return found
 

@@ -35,6 +35,7 @@ RECOMPUTED = {
     "test_real_routes": "routes with the tokens; filters, penalties, grammars, masks; a swap, resumes, scored prompts",
     "test_real_provenance": "swaps of all cache policies, shared prompts, resumes",
     "test_real_policy_provenance": "two adapters and the base, swapped in turn",
+    "test_real_policy_numbers": "two adapters and the base, swapped in turn, under filters, penalties, grammars",
 }
 #: What else a run counts there.
 EXTRA = (
