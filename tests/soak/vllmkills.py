@@ -6,8 +6,8 @@ good, costs a start.
 
 Owns: one engine, streams in it, a swap under them, and one strike a round. A replica and a gateway are not in it.
 Always holds: a round that is struck ends. Each stream has its end, or an error that says so, within LOUD_S of the strike, and
-LOADING_S more while a call that may take so long is under way. Every token has the numbers of its label. Of a server that was
-lost no process is left.
+LOADING_S more while a call that may take so long is under way, unless a process stays stopped. Every token has the numbers of
+its label. Of a server that was lost no process is left.
 """
 
 from __future__ import annotations
@@ -248,7 +248,9 @@ async def one_round(beaten: Beaten, seed: int) -> tuple[Strike, list[Reading], s
     for task in late:
         task.cancel()
     wrong += [f"{len(late)} streams had no end"] if late else []
-    bound = LOUD_S + (LOADING_S if strike.phase in LONG else 0.0)
+    # A process that stays stopped is seen whatever holds the server up.
+    stays = strike.how is signal.SIGSTOP and not strike.stall_s
+    bound = LOUD_S + (LOADING_S if strike.phase in LONG and not stays else 0.0)
     for reading in readings:
         if not reading.whole and strike.at and reading.at - strike.at > bound:
             wrong.append(
