@@ -155,6 +155,12 @@ def weights_bytes(position: int) -> bytes:
     return np.array([given for layer, given in every if layer != DENSE], dtype="<f4").tobytes()
 
 
+def _npy(array: np.ndarray) -> str:
+    out = io.BytesIO()
+    np.save(out, array)
+    return base64.b64encode(out.getvalue()).decode()
+
+
 def route_bytes(position: int) -> bytes:
     return bytes(e for layer, experts in enumerate(route_at(position)) if layer != DENSE for e in experts)
 
@@ -371,9 +377,15 @@ class FakeRequest:
         if start is None or not self.fake.routes:
             return None
         rows = [route_at(p) for p in range(start, len(self.prompt) + len(self.tokens) - 1)]
-        out = io.BytesIO()
-        np.save(out, np.array(rows, dtype=np.uint8).reshape(-1, LAYERS, TOP_K))
-        return base64.b64encode(out.getvalue()).decode()
+        return _npy(np.array(rows, dtype=np.uint8).reshape(-1, LAYERS, TOP_K))
+
+    def _passes(self) -> str | None:
+        """Those of a prompt whose choice ends with its first token, as midstream's scheduler puts them there."""
+        many = [one for one in self.telling if one[0] == ROWS and one[2] > 1]
+        if len(self.tokens) != 1 or not many:
+            return self._routes()
+        self.telling.remove(many[0])
+        return _npy(np.array(many[0][1:], dtype="<u4"))
 
     def _rows(self, end: int) -> list[int]:
         """What goes with the token at position `end`."""
@@ -405,7 +417,7 @@ class FakeRequest:
             "index": 0,
             "finish_reason": "length",
             "token_ids": [t for t, _ in new],
-            "routed_experts": self._routes(),
+            "routed_experts": self._passes(),
             "sampling_mask": self._told_kv(),
             "weight_versions": self._told(),
             "logprobs": {"content": [self._scored(t, p) for t, p in new]},

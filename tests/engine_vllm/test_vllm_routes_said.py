@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import importlib
+import io
 import json
 import random
 import sys
@@ -27,10 +29,11 @@ from tiers import examples
 from vllm_helpers import Reading, asking, attached, begun
 
 from midstream.core.types import EngineCard, GenerateRequest
+from midstream.engine.servers.chunks import Chunk
 from midstream.engine.servers.model import Shape
 from midstream.engine.servers.routes import InvalidRoutes
 from midstream.engine.vllm.protocol import InvalidAnswer, read_answer
-from midstream.engine.vllm.routes import read_rows, routes_with
+from midstream.engine.vllm.routes import passes_of, read_rows, routes_with
 from midstream.engine.vllm.worker_extension.midstream_vllm_numbers import IDS, ROUTES, ROWS
 
 _FIXTURES = (extension,)
@@ -405,6 +408,51 @@ def test_what_is_packed_is_read_again(routes: Any, kind: str, experts: int, top_
         assert found == [(row[1:].astype(kind).tobytes(), None) for row in rows]
         with pytest.raises(InvalidRoutes, match="bytes of"):
             routes_with([passes], structs.replace(shape, hidden_layers=LAYERS + 3), first=7, count=count)
+
+
+def at_the_end(lists: list[np.ndarray], **output: Any) -> tuple[list[np.ndarray], Any]:
+    """What stays beside a token, and its output."""
+    one = SimpleNamespace(**{"finish_reason": 1, "routed_experts": None, **output})
+    return [*importlib.import_module("midstream_vllm_masks").without_passes(lists, one)], one
+
+
+def text_of(array: np.ndarray) -> str:
+    """As vLLM makes it of its own routes."""
+    with io.BytesIO() as file:
+        np.save(file, array, allow_pickle=False)
+        return base64.b64encode(file.getvalue()).decode()
+
+
+@pytest.mark.parametrize("weights", [False, True])
+def test_passes_of_a_prompt_travel_as_bytes_where_its_choice_ends(routes: Any, weights: bool) -> None:
+    at = range(7, 12)
+    rows = np.array([row_of("r", position) for position in at], dtype=np.int32)
+    given = np.array([weights_of("r", position) for position in at], dtype=np.float32) if weights else None
+    passes, mask = routes.pack(7, rows, np.dtype("uint8"), given), np.array([IDS, 4])
+    stays, output = at_the_end([mask, passes])
+    assert stays == [mask]
+    (found,) = passes_of(Chunk(routes=text_of(output.routed_experts)))
+    assert read(found, weights=weights) == [expected("r", position, weights=weights) for position in at]
+
+
+def test_what_goes_on_or_has_one_pass_stays_with_its_token(routes: Any) -> None:
+    """vLLM keeps what lies in its own place until a choice ends, and older versions have no such place."""
+    rows = np.zeros((2, LAYERS, TOP_K), dtype=np.int32)
+    many, one = routes.pack(7, rows, np.dtype("uint8")), routes.pack(7, rows[:1], np.dtype("uint8"))
+    for lists, output in (([many], {"finish_reason": None}), ([one], {}), ([many], {"routed_experts": rows})):
+        assert at_the_end(lists, **output)[0] == lists
+    assert importlib.import_module("midstream_vllm_masks").without_passes(
+        [many], SimpleNamespace(finish_reason=1)
+    ) == [many]
+
+
+@pytest.mark.parametrize(
+    "array", [np.zeros(1, "<u4"), np.zeros(3, "<u2"), np.zeros((3, 1), "<u4"), np.zeros(3, "<i8")]
+)
+def test_bytes_that_are_no_passes_are_refused(array: np.ndarray) -> None:
+    for wrong in (text_of(array), text_of(array)[:-8], "no base64!"):
+        with pytest.raises(InvalidRoutes):
+            passes_of(Chunk(routes=wrong))
 
 
 def answer_with(*lists: list[int]) -> bytes:

@@ -21,7 +21,7 @@ Rows of prompt tokens with KV from the prefix cache are there too: vLLM keeps th
 emitted tokens, these are part of its prompt and count into P.
 
 midstream's worker extension sends the same rows with each token (worker_extension/midstream_vllm_routes.py), and those of a
-prompt with its first token.
+prompt with its first token. Where that is the last one, too, they come in the place of `routed_experts`, as words.
 """
 
 from __future__ import annotations
@@ -36,13 +36,16 @@ from tokenize import TokenError
 import numpy as np
 import numpy.lib.format as npy
 
-from midstream.engine.servers.chunks import RoutedPasses
+from midstream.engine.servers.chunks import Chunk, RoutedPasses
 from midstream.engine.servers.model import Shape
 from midstream.engine.servers.routes import InvalidRoutes, routes_of
 from midstream.engine.vllm.worker_extension.midstream_vllm_numbers import ROWS
 
 #: The types that vLLM uses, as `numpy.dtype.str` writes them.
 DTYPES = ("|u1", "<u2", ">u2", "<i4", ">i4")
+FORM = "uint8, uint16 or int32 of shape (passes, layers, experts per token)"
+#: Of what the worker extension puts in their place: the first pass, how many there are, and words of their bytes.
+WORD, WORDS_FORM = "<u4", "words"
 #: Where the worker extension has no rows.
 UNNOTED = "the model was compiled without the notes of its routers, so start vLLM with --enforce-eager"
 #: In characters; numpy writes 118.
@@ -58,7 +61,7 @@ def decode_routes(data: str, shape: Shape, *, first: int, count: int) -> list[by
     with experts is taken as well. Raises InvalidRoutes.
     Returns `count` routes: C-order [moe_layers, top_k] bytes, uint8, or little-endian uint16 above 256 experts.
     """
-    return routes_of(_array(data), shape, first=first, count=count)
+    return routes_of(_array(data, FORM, DTYPES, 3), shape, first=first, count=count)
 
 
 def is_rows(numbers: Sequence[int]) -> bool:
@@ -72,6 +75,16 @@ def read_rows(numbers: Sequence[int]) -> RoutedPasses:
         raise ValueError(f"{list(numbers)} are no rows of passes")
     _, first, count, *words = numbers
     return RoutedPasses(first, count, np.array(words, dtype="<u4").tobytes())
+
+
+def passes_of(chunk: Chunk) -> Sequence[RoutedPasses]:
+    """Those of all its tokens, and of their prompt. Raises InvalidRoutes."""
+    if chunk.routes is None:
+        return chunk.passes
+    words = _array(chunk.routes, WORDS_FORM, (WORD,), 1)
+    if len(words) < 2:
+        raise InvalidRoutes(f"{len(words)} words are no passes")
+    return (RoutedPasses(int(words[0]), int(words[1]), words[2:].tobytes()), *chunk.passes)
 
 
 def routes_with(
@@ -116,8 +129,8 @@ def _weights(given: np.ndarray, shape: Shape) -> list[bytes]:
     return [row.tobytes() for row in of_experts]
 
 
-def _array(data: str) -> np.ndarray:
-    """Decode base64 .npy text to [rows, layers, experts], a view of the decoded bytes. Raises InvalidRoutes."""
+def _array(data: str, form: str, kinds: Sequence[str], axes: int) -> np.ndarray:
+    """Decode base64 .npy text to an array of this form, a view of the decoded bytes. Raises InvalidRoutes."""
     try:
         raw = base64.b64decode(data, validate=True)
     except (binascii.Error, ValueError) as error:
@@ -131,10 +144,9 @@ def _array(data: str) -> np.ndarray:
         raise InvalidRoutes(
             f"routed_experts is not an .npy array with a plain header: {str(error)[:200]!a}"
         ) from error
-    if dtype.str not in DTYPES or len(shape) != 3 or min(shape) < 0:
+    if dtype.str not in kinds or len(shape) != axes or min(shape) < 0:
         raise InvalidRoutes(
-            "routed_experts must be uint8, uint16 or int32 of shape (passes, layers, experts per token); its .npy header "
-            f"says {str(dtype)[:200]!a} {str(shape)[:200]}"
+            f"routed_experts must be {form}; its .npy header says {str(dtype)[:200]!a} {str(shape)[:200]}"
         )
     size = len(raw) - reader.tell()
     if math.prod(shape) * dtype.itemsize != size:

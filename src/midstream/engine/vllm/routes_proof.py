@@ -26,7 +26,7 @@ from midstream.engine.servers.scoring import ANSWER_S_MAX
 from midstream.engine.servers.switching import proof_prompt
 from midstream.engine.vllm import protocol
 from midstream.engine.vllm.arguments import EXTENSIONS, NO_EXTENSION, NO_SCHEDULER, ROUTED, SCHEDULER
-from midstream.engine.vllm.routes import routes_with
+from midstream.engine.vllm.routes import passes_of, routes_with
 from midstream.engine.vllm.server import VllmServer
 from midstream.engine.vllm.swap import Control
 
@@ -149,7 +149,8 @@ class _Proof:
         if chunk.error is not None:
             raise NoRoutes(chunk.error)
         try:
-            return routes_with(chunk.passes, self._shape, first=first, count=count, weights=self._weights)
+            passes = passes_of(chunk)
+            return routes_with(passes, self._shape, first=first, count=count, weights=self._weights)
         except InvalidRoutes as error:
             kind = NoWeights if self._weights else NoRoutes
             raise kind(f"vLLM returned routes that cannot be used: {error}") from error

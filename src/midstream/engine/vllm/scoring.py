@@ -13,7 +13,7 @@ from midstream.engine.servers.model import Shape
 from midstream.engine.servers.routes import InvalidRoutes
 from midstream.engine.servers.scoring import PromptScorer, Scores
 from midstream.engine.vllm import protocol
-from midstream.engine.vllm.routes import decode_routes, routes_with
+from midstream.engine.vllm.routes import decode_routes, passes_of, routes_with
 
 
 class Scorer(PromptScorer):
@@ -80,6 +80,7 @@ class Scorer(PromptScorer):
     def _routes(
         self, request: GenerateRequest, chunk: Chunk, **asked: int
     ) -> Sequence[tuple[bytes, bytes | None]]:
-        if chunk.routes is None:
-            return routes_with(chunk.passes, self._shape, **asked, weights=request.want_router_weights)
+        if self._routed:
+            return routes_with(passes_of(chunk), self._shape, **asked, weights=request.want_router_weights)
+        assert chunk.routes is not None
         return [(route, None) for route in decode_routes(chunk.routes, self._shape, **asked)]

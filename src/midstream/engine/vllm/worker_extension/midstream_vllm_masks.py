@@ -53,6 +53,16 @@ def of(answer: Any) -> Mapping[str, Sequence[np.ndarray]]:
     return found
 
 
+def without_passes(lists: Sequence[np.ndarray], output: Any) -> Sequence[np.ndarray]:
+    """The lists, but for the passes of a prompt that `output` ends with: these take vLLM's own place for routes, in which they
+    travel as bytes. It has one at the end of a choice only."""
+    many = [one for one in lists if one[0] == numbers.ROWS and one[2] > 1]
+    if len(many) != 1 or output.finish_reason is None or getattr(output, "routed_experts", many) is not None:
+        return lists
+    output.routed_experts = many[0][1:].astype("<u4")
+    return [one for one in lists if one is not many[0]]
+
+
 def joined(lists: Sequence[np.ndarray], kind: Any) -> Any:
     """As vLLM has the masks of several tokens. kind: its SamplingMaskLists."""
     if len(lists) == 1:

@@ -15,7 +15,8 @@ WORDS and 32 bits each, one for each id, lowest bit first. Spans begin with no n
 ROUTES asks for the experts that computed each token. Its value is the first position of the prompt whose pass is wanted, or the
 last one, and whether the weights of routers are (0 or 1). Each token has them in that place, too: ROWS, the position of the
 first pass, how many there are, and their bytes in words of 32 bits. These are [passes, layers, experts per token], of one byte
-each up to 256 experts, else of two. The weights follow in the same form, as float32.
+each up to 256 experts, else of two. The weights follow in the same form, as float32. What a choice of one token has of its
+prompt takes the place of vLLM's own routes instead, without ROWS, as an array of such words.
 
 SESSION tells the scheduler whose KV a request is (midstream_vllm_kv.py): the session, when its next turn is likely, and how
 long its KV is kept for that, in seconds. LOOK is the call of /collective_rpc that the engine core answers with what is held.

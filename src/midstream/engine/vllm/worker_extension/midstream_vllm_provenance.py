@@ -245,7 +245,7 @@ def telling(own: Any) -> Any:
             if not output.new_token_ids:
                 continue
             saying = [history.tell(output, told[name])] if name in told else []
-            saying += beside.get(name, ())
+            saying += masks.without_passes(beside.get(name, ()), output)
             if saying:
                 output.new_sampling_mask = masks.joined(saying, lists)
         return outputs
