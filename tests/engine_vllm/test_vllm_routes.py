@@ -15,9 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from midstream.engine.servers.chunks import Chunk
 from midstream.engine.servers.model import Shape
 from midstream.engine.servers.routes import InvalidRoutes
-from midstream.engine.vllm.routes import decode_routes
+from midstream.engine.vllm.routes import decode_routes, passes_of
 
 SAMPLES: list[dict[str, Any]] = json.loads((Path(__file__).parent / "data" / "routes.json").read_text())
 SHAPE = Shape(moe_layers=(1, 2), hidden_layers=3, top_k=2, num_experts=8, vocab_size=9, eos_token_ids=())
@@ -168,5 +169,8 @@ def test_a_damaged_header_gives_the_same_routes_or_none(place: int, bits: int) -
 @settings(deadline=None)
 @given(st.binary(max_size=300))
 def test_any_bytes_are_refused_and_nothing_else_happens(data: bytes) -> None:
+    text = base64.b64encode(b"\x93NUMPY\x01\x00" + data).decode()
     with pytest.raises(InvalidRoutes):
-        decode_routes(base64.b64encode(b"\x93NUMPY\x01\x00" + data).decode(), SHAPE, first=0, count=4)
+        decode_routes(text, SHAPE, first=0, count=4)
+    with pytest.raises(InvalidRoutes):
+        passes_of(Chunk(routes=text))

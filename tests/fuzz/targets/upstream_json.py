@@ -21,7 +21,7 @@ from midstream.engine.servers.model import Shape
 from midstream.engine.servers.routes import InvalidRoutes
 from midstream.engine.sglang import protocol as sglang
 from midstream.engine.vllm.protocol import ChunkReader, prompt_records, read_answer
-from midstream.engine.vllm.routes import decode_routes, routes_with
+from midstream.engine.vllm.routes import decode_routes, passes_of, routes_with
 from midstream.http.ipc import Frames, frame
 from midstream_tinker.samples import CheckedSample, sampled
 from midstream_tinker.trainer.protocol import reply_decoder as trainer_decoder
@@ -62,7 +62,7 @@ def run_answer(data: bytes) -> None:
     answer, _ = outcome(InvalidAnswer, lambda: read_answer(body, top, kv=control % 2 == 0))
     if answer is not None:
         asked = {"first": 2, "count": 1, "weights": bool(control & 4)}
-        outcome(InvalidRoutes, lambda: routes_with(answer.passes, SHAPE, **asked))
+        outcome(InvalidRoutes, lambda: routes_with(passes_of(answer), SHAPE, **asked))
     records, _ = outcome(InvalidAnswer, lambda: prompt_records(body, PROMPT, 2, 2, "s"))
     check(records is None or [r.token_id for r in records] == [6, 7], "records of another prompt", records)
     outcome(InvalidAnswer, lambda: sglang.read_answer(body, top or 0))
