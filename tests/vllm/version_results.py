@@ -83,7 +83,6 @@ def read() -> dict[str, Any]:
 
 def write(version: str, run: VersionRun, replicas: int) -> None:
     """replicas: of the server that most tests share. What the file has of other modules of this version stays."""
-    card = run.card
     results = read()
     before = results.get(version, {})
     numbers = before.get("numbers", {})
@@ -91,8 +90,8 @@ def write(version: str, run: VersionRun, replicas: int) -> None:
         "commit": commit(),
         "python": platform.python_version(),
         "replicas": min(replicas, before.get("replicas", replicas)),
-        "lacks": card.get("lacks", before.get("lacks", [])),
-        "why": card.get("why", before.get("why", {})),
+        # Of the server that most tests share: a run without it says nothing of features.
+        "card": {"commit": commit(), **run.card} if run.card else before.get("card", {}),
         "tests": {**before.get("tests", {}), **run.outcomes},
         "numbers": numbers | {name: numbers.get(name, {}) | rows for name, rows in run.numbers.items()},
     }
