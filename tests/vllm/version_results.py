@@ -91,12 +91,18 @@ def write(version: str, run: VersionRun, replicas: int) -> None:
         "python": platform.python_version(),
         "replicas": min(replicas, before.get("replicas", replicas)),
         # Of the server that most tests share: a run without it says nothing of features.
-        "card": {"commit": commit(), **run.card} if run.card else before.get("card", {}),
+        "card": {"commit": commit(), **without_paths(run.card)} if run.card else before.get("card", {}),
         "tests": {**before.get("tests", {}), **run.outcomes},
         "numbers": numbers | {name: numbers.get(name, {}) | rows for name, rows in run.numbers.items()},
     }
     ordered = dict(sorted(results.items(), key=lambda row: number(row[0]), reverse=True))
     FILE.write_text(json.dumps(ordered, indent=1) + "\n")
+
+
+def without_paths(card: dict[str, Any]) -> dict[str, Any]:
+    """Reasons name directories of the machine."""
+    found: dict[str, Any] = json.loads(json.dumps(card).replace(str(ROOT), "..."))
+    return found
 
 
 def commit() -> str:

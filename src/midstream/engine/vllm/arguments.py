@@ -152,7 +152,7 @@ NO_EXTENSION = (
 )
 #: Why a server lacks what the scheduler gives.
 NO_SCHEDULER = (
-    "it runs without midstream's scheduler: start it with "
+    "it runs without midstream's scheduler, which is made for that of vLLM 0.32; an attached server is given it by "
     f"PYTHONPATH={WORKER_DIR} and --{SCHEDULER_FLAG} {SCHEDULER}"
 )
 
