@@ -5,10 +5,23 @@ from typing import Any
 
 import pytest
 from msgspec.structs import replace
-from replica_fakes import HE, IM_END, IM_START, FakeEngine, ids, running
+from replica_fakes import HE, IM_END, IM_START, FakeEngine, byte_tokenizer, ids, running
 from test_replica_wire import ask, refusal
+from test_vllm_fields import write_template
+from tokenizers import processors
 
 CHAT = [{"role": "user", "content": "he said"}]
+
+
+def write_with_first_token(directory: Path) -> Path:
+    """A template with a variable, and a tokenizer that adds a token of its own where it is asked to."""
+    write_template(directory)
+    tokenizer = byte_tokenizer()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<|im_end|> $A", special_tokens=[("<|im_end|>", IM_END)]
+    )
+    tokenizer.save(str(directory / "tokenizer.json"))
+    return directory
 
 
 async def test_tokens_are_those_of_a_request_and_their_text_comes_back(tmp_path: Path) -> None:
@@ -39,10 +52,11 @@ async def test_tokens_are_those_of_a_request_and_their_text_comes_back(tmp_path:
     [
         ("/tokenize", {}, "prompt"),
         ("/tokenize", {"prompt": "a", "messages": CHAT}, "prompt"),
-        ("/tokenize", {"prompt": "a", "add_special_tokens": False}, "add_special_tokens"),
-        ("/tokenize", {"messages": CHAT, "add_generation_prompt": False}, "add_generation_prompt"),
-        ("/tokenize", {"messages": CHAT, "chat_template_kwargs": {}}, "chat_template_kwargs"),
+        ("/tokenize", {"messages": CHAT, "chat_template_kwargs": {"tools": []}}, "chat_template_kwargs"),
+        ("/tokenize", {"messages": CHAT, "chat_template": "{{ messages }}"}, "chat_template"),
         ("/tokenize", {"prompt": "a", "tools": [{}]}, "tools"),
+        ("/tokenize", {"prompt": "a", "chat_template_kwargs": {"mood": "glad"}}, "chat_template_kwargs"),
+        ("/tokenize", {"prompt": "a", "continue_final_message": True}, "continue_final_message"),
         ("/tokenize", {"prompt": "a" * 10_000}, "prompt"),
         ("/detokenize", {}, "tokens"),
         ("/detokenize", {"tokens": [259]}, "tokens"),
@@ -54,6 +68,30 @@ async def test_what_is_refused_is_named(tmp_path: Path, path: str, body: dict[st
     async with running(tmp_path, FakeEngine()) as here:
         status, message, named = refusal(await here.http.post(path, json=body))
         assert (status, named) == (400, param), message
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"messages": CHAT, "chat_template_kwargs": {"mood": "glad"}},
+        {"messages": CHAT, "chat_template_kwargs": {}, "add_generation_prompt": True},
+        {"messages": CHAT, "add_generation_prompt": False},
+        {"messages": [*CHAT, {"role": "assistant", "content": "he"}], "continue_final_message": True},
+        {"messages": CHAT, "add_special_tokens": True},
+        {"prompt": "he", "add_special_tokens": False},
+        {"prompt": "he"},
+    ],
+)
+async def test_the_fields_that_shape_a_prompt_shape_its_token_ids(
+    tmp_path: Path, fields: dict[str, Any]
+) -> None:
+    """NeMo Gym asks for the ids of each turn with the template's variables of the turn."""
+    async with running(tmp_path, FakeEngine(), write=write_with_first_token) as here:
+        answer = await here.http.post("/tokenize", json=fields)
+        assert answer.status_code == 200, answer.text
+        path = "/v1/chat/completions" if "messages" in fields else "/v1/completions"
+        await ask(here, path, max_tokens=1, **fields)
+        assert tuple(answer.json()["tokens"]) == here.engine.requests[-1].prompt
 
 
 async def test_a_rendered_request_is_taken_as_it_is_and_generates_the_same(tmp_path: Path) -> None:

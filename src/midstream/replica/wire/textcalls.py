@@ -17,7 +17,11 @@ from midstream.replica.request.checked import split_prompts
 from midstream.replica.request.schema import ChatBody, CompletionBody, decode
 from midstream.replica.wire.base import TextCall, Texts
 from midstream.replica.wire.bodies import DetokenizeBody, TokenizeBody
+from midstream.replica.wire.reading import same_fields
 
+#: Fields that need messages, and those that a chat has under the same names.
+_OF_MESSAGES = ("tools", "chat_template_kwargs", "continue_final_message")
+_OF_CHATS = (*_OF_MESSAGES, "add_generation_prompt", "add_special_tokens")
 _tokenize = msgspec.json.Decoder(TokenizeBody)
 _detokenize = msgspec.json.Decoder(DetokenizeBody)
 
@@ -40,20 +44,14 @@ async def tokenize(texts: Texts, body: bytes, headers: Mapping[str, str]) -> dic
 def _body(asked: TokenizeBody, model: str) -> ChatBody | CompletionBody:
     if (asked.prompt is None) == (asked.messages is None):
         raise InvalidRequest("prompt: give either prompt or messages", param="prompt")
-    if not asked.add_generation_prompt:
-        raise _refused("add_generation_prompt", "true")
-    # A template writes its own special tokens; a prompt gets those of the tokenizer.
-    if asked.add_special_tokens is not None and asked.add_special_tokens == (asked.prompt is None):
-        raise _refused("add_special_tokens", "false with messages, true with a prompt")
     if asked.messages is not None:
-        return ChatBody(model=model, messages=asked.messages, tools=asked.tools)
-    if asked.tools:
-        raise InvalidRequest("tools: need messages, not a prompt", param="tools")
-    return CompletionBody(model=model, prompt=asked.prompt or "")
-
-
-def _refused(param: str, expected: str) -> InvalidRequest:
-    return InvalidRequest(f"{param}: must be {expected}; other values are not supported", param=param)
+        return ChatBody(model=model, messages=asked.messages, **same_fields(asked, _OF_CHATS))
+    for name in _OF_MESSAGES:
+        if getattr(asked, name):
+            raise InvalidRequest(f"{name}: needs messages, not a prompt", param=name)
+    return CompletionBody(
+        model=model, prompt=asked.prompt or "", add_special_tokens=asked.add_special_tokens
+    )
 
 
 async def detokenize(texts: Texts, body: bytes, headers: Mapping[str, str]) -> dict[str, Any]:
