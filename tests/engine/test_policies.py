@@ -19,7 +19,7 @@ from tiers import few_fast
 from transformers import AutoModelForCausalLM
 
 from midstream.core.config import EngineSettings
-from midstream.core.errors import SnapshotNotFinite
+from midstream.core.errors import SnapshotIncompatible, SnapshotNotFinite
 from midstream.core.types import GenerateRequest
 from midstream.engine.embedded.core import EngineCore
 from midstream.engine.embedded.model_runner import dispose
@@ -333,6 +333,19 @@ def test_what_is_not_served_is_refused_by_name(
     with pytest.raises(Exception, match=re.escape(message)):
         core.stage(directory)
     # Nothing changed.
+    assert run(core, [asked("r", range(9), "")])["r", 0].error is None
+
+
+def test_a_map_that_is_not_run_is_refused_as_the_adapters_fault(
+    tmp_path: Path, tiny_model: Callable[..., Path], kernels: str
+) -> None:
+    """PEFT's all-linear adapts the routers of an MoE model, too. A refusal that says to try again would never end."""
+    base = tiny_model()
+    module = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    write_adapter(adapted(module, 0, r=4, lora_alpha=8, target_modules="all-linear"), tmp_path / "adapter")
+    core = EngineCore(base, settings(kernels))
+    with pytest.raises(SnapshotIncompatible, match=r"does not run an adapter of model\.layers\.0\.mlp\.gate"):
+        core.stage(tmp_path / "adapter")
     assert run(core, [asked("r", range(9), "")])["r", 0].error is None
 
 

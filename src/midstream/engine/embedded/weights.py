@@ -222,7 +222,7 @@ def _finite(tensor: torch.Tensor) -> bool:
 def load_adapter_beside(
     base: LoadedModel, directory: Path, base_directory: Path, settings: EngineSettings
 ) -> Weights:
-    """Read an adapter on `base`, the model in `base_directory`, beside the steps. Raises UnsupportedModel, SnapshotError."""
+    """Read an adapter on `base`, the model in `base_directory`, beside the steps. Raises SnapshotError."""
     dtype = next(dtype for _, dtype in base.shapes.values() if dtype.is_floating_point)
     maps = load_adapter(directory, base_directory, dtype)
     for module, low in maps.items():
@@ -231,5 +231,8 @@ def load_adapter_beside(
     try:
         with loading(settings.device):
             return Weights(base, base.decoder.adapter(maps))
-    except KernelsUnavailable as error:
-        raise UnsupportedModel(f"the native kernels do not run {error}") from error
+    except (KernelsUnavailable, UnsupportedModel) as error:
+        # The map stays what it is, however often the adapter is loaded.
+        raise SnapshotIncompatible(
+            f"this engine does not run {error}; leave it out of the adapter (PEFT: exclude_modules)"
+        ) from error

@@ -49,9 +49,7 @@ def _body(asked: TokenizeBody, model: str) -> ChatBody | CompletionBody:
     for name in _OF_MESSAGES:
         if getattr(asked, name):
             raise InvalidRequest(f"{name}: needs messages, not a prompt", param=name)
-    return CompletionBody(
-        model=model, prompt=asked.prompt or "", add_special_tokens=asked.add_special_tokens
-    )
+    return CompletionBody(model=model, prompt=asked.prompt or "", add_special_tokens=asked.add_special_tokens)
 
 
 async def detokenize(texts: Texts, body: bytes, headers: Mapping[str, str]) -> dict[str, Any]:
