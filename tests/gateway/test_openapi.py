@@ -184,7 +184,7 @@ def test_a_base_url_that_names_a_session_is_a_server_of_the_paths_below_it() -> 
 
 def queries_of_code() -> set[str]:
     """The names of query parameters that are read."""
-    reads = {"whole_number", "_flag", "_count"}
+    reads = {"whole_number", "_flag", "_said", "_count"}
     found = set()
     files = [
         *(SOURCE / "api").glob("*.py"),

@@ -34,7 +34,37 @@ async def test_keep_is_refused_where_requests_cannot_stand_still_and_nothing_is_
         for path in ("/pause?mode=sleep", "/pause?mode=wait&clear_cache=perhaps"):
             assert (await server.http.post(path)).status_code == 400
         assert bad(await server.http.post("/pause_generation", json={"mode": "retract"})) == (400, "mode")
+        for path, body, field in (
+            ("/pause", {"mode": "sleep"}, "mode"),
+            ("/pause", {"level": 1}, "level"),
+            ("/pause?mode=abort", {"mode": "wait"}, "mode"),
+            ("/pause?clear_cache=1", {"clear_cache": False}, "clear_cache"),
+        ):
+            assert bad(await server.http.post(path, json=body)) == (400, field)
         assert (await server.ledger.state(DEPLOYMENT)).pause == Pause()
+
+
+@pytest.mark.parametrize(
+    ("sent", "mode"),
+    [
+        ({"mode": "keep"}, "keep"),
+        ({"mode": "wait", "clear_cache": False}, "wait"),
+        ({"wait_for_inflight_requests": True, "clear_cache": False}, "wait"),
+        ({}, "abort"),
+    ],
+)
+async def test_a_pause_means_in_a_body_what_it_means_in_the_query(
+    tmp_path: Path, sent: dict[str, Any], mode: str
+) -> None:
+    """A trainer that asked to keep its requests would lose them all to the default, which ends them."""
+    async with serve(tmp_path) as server:
+        server.report(0)
+        server.report(1)
+        asked = asyncio.create_task(server.http.post("/pause", json=sent))
+        while (paused := (await server.ledger.state(DEPLOYMENT)).pause) == Pause():
+            assert not asked.done()
+        assert paused.mode == mode
+        asked.cancel()
 
 
 @pytest.mark.parametrize("leaves", [False, True])

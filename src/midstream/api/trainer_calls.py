@@ -72,6 +72,14 @@ class AbortRequests(msgspec.Struct, frozen=True):
     request_ids: tuple[str, ...] | str | None = None
 
 
+class PauseFields(msgspec.Struct, frozen=True):
+    """vLLM has them in the query. Trainers that send them in a body mean the same."""
+
+    mode: str | None = None
+    wait_for_inflight_requests: bool | None = None
+    clear_cache: bool | None = None
+
+
 class PauseGeneration(msgspec.Struct, frozen=True):
     mode: str = "abort"
 
@@ -131,11 +139,11 @@ class TrainerApi:
             ),
         )
     )
-    async def pause(self, request: Request) -> Done:
+    async def pause(self, request: Request, body: PauseFields) -> Done:
         deployment = self._meant(request)
-        waits = _flag(request, "wait_for_inflight_requests", default=False)
-        mode = _mode(request.query_params.get("mode", "wait" if waits else "abort"), VLLM_MODES)
-        clear = _flag(request, "clear_cache", default=True) and mode != "keep"
+        waits = _flag(request, "wait_for_inflight_requests", body, default=False)
+        mode = _mode(_said(request, "mode", body, "wait" if waits else "abort"), VLLM_MODES)
+        clear = _flag(request, "clear_cache", body, default=True) and mode != "keep"
         if clear:
             # Before anything is paused, so that a refusal leaves nothing behind.
             _check_resets(deployment)
@@ -454,8 +462,17 @@ def _mode(given: str, modes: Mapping[str, PauseMode]) -> PauseMode:
     return modes[given]
 
 
-def _flag(request: Request, name: str, *, default: bool) -> bool:
-    given = request.query_params.get(name, str(default)).lower()
+def _said(request: Request, name: str, body: PauseFields, default: str) -> str:
+    """What the query says, or the body. Raises InvalidRequest where they say different things."""
+    sent = getattr(body, name)
+    told = {str(value).lower() for value in (request.query_params.get(name), sent) if value is not None}
+    if len(told) > 1:
+        raise InvalidRequest(f"{name}: the query and the body must say the same", param=name)
+    return told.pop() if told else default
+
+
+def _flag(request: Request, name: str, body: PauseFields, *, default: bool) -> bool:
+    given = _said(request, name, body, str(default).lower())
     if given not in ("true", "false", "1", "0"):
         raise InvalidRequest(f"{name}: must be true or false", param=name)
     return given in ("true", "1")

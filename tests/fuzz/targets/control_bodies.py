@@ -192,6 +192,7 @@ def seeds() -> Iterator[bytes]:
     rows: list[tuple[str, str, dict[str, Any]]] = [
         ("/pause", "mode=keep&clear_cache=false", {}),
         ("/pause", "wait_for_inflight_requests=true", {}),
+        ("/pause", "clear_cache=0", {"mode": "keep", "clear_cache": False}),
         ("/resume", "", {}),
         ("/abort_requests", "", {"request_ids": ["a", "b"]}),
         ("/abort_requests", "", {"request_ids": "a"}),
