@@ -1,5 +1,6 @@
 """Details of the wire format that clients of OpenAI's and Fireworks' servers rely on."""
 
+import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 from replica_fakes import DEPLOYMENT, MODEL, FakeEngine, Running, record, running, sse
 
 from midstream.core.errors import InvalidRequest
+from midstream.core.resumption import HEADER_RESUMABLE
 from midstream.core.types import GenerateRequest, GenerationEvent, ModelInfo
 from midstream.replica.request.checked import check
 from midstream.replica.request.schema import parse_completion
@@ -188,3 +190,18 @@ async def test_the_model_of_an_answer_is_the_newest_snapshot_although_an_older_t
             [labels[0]],
         ]
         assert whole["model"] == f"{MODEL}@{labels[1]}"
+
+
+@pytest.mark.parametrize("chat", [True, False])
+async def test_nothing_stands_between_the_finish_reason_and_the_usage(tmp_path: Path, chat: bool) -> None:
+    """LiteLLM's hosted_vllm takes a comment there for the end of the stream. It then counts the usage itself, wrongly."""
+    path = "/v1/chat/completions" if chat else "/v1/completions"
+    body = {"messages": [{"role": "user", "content": "hi"}]} if chat else {"prompt": "hi"}
+    body |= {"model": MODEL, "max_tokens": 3, "stream": True, "stream_options": {"include_usage": True}}
+    async with running(tmp_path, FakeEngine()) as here:
+        text = (await here.http.post(path, json=body, headers={HEADER_RESUMABLE: "1"})).text
+    _, found, rest = text.rpartition('"finish_reason":"length"')
+    _, usage, *others = rest.split("\n\n")
+    assert found
+    assert json.loads(usage.removeprefix("data: "))["usage"]["completion_tokens"] == 3
+    assert others == [": m end", "data: [DONE]", ""]

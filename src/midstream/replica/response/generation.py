@@ -236,7 +236,8 @@ class Generation:
         if self.checked.include_usage:
             tail += encoder.usage_event(self._measured.snapshot, self._extras())
         last = b"" if log is None else log.end()
-        sink.write(last + tail + encoder.end())
+        # Clients that read lines themselves may take a comment behind the finish reason for the end of the stream.
+        sink.write(tail + last + encoder.end())
 
     def _lane(self) -> TokenLane | None:
         """The short way of this stream's tokens, if it has one."""
