@@ -2,9 +2,8 @@
 
 A gateway asks a replica for the log (HEADER_RESUMABLE). The replica then sends every write of the stream as one HTTP chunk.
 A chunk begins with the log's lines, as SSE comments, and holds whole events. The first line is `: m {...}` with an Opening.
-Each event of the engine has a line `: m CHOICE:TOKEN` or, when there is more to say, `: m {...}` with a Step. The last line,
-`: m end`, stands behind the usage. The lines of the chunks that a client got say exactly what the client got. A gateway sends
-them in a Resume to PATH_RESUME of another replica.
+Each event of the engine has a line `: m CHOICE:TOKEN` or, when there is more to say, `: m {...}` with a Step. `: m end` stands
+behind the usage. The lines of the chunks that a client got say exactly what it got. A gateway sends them to PATH_RESUME.
 
 Always holds:
 - A line is UTF-8 without a line end. Steps of a choice are in the order in which its tokens were made.

@@ -29,7 +29,7 @@ from midstream_kernels import KernelsUnavailable
 
 
 class Unservable(str):
-    """A reason that lies in the weights: another engine would refuse them, too."""
+    """A reason that lies in the weights: to load them again changes nothing."""
 
 
 def reason(error: BaseException) -> str:
@@ -232,7 +232,4 @@ def load_adapter_beside(
         with loading(settings.device):
             return Weights(base, base.decoder.adapter(maps))
     except (KernelsUnavailable, UnsupportedModel) as error:
-        # The map stays what it is, however often the adapter is loaded.
-        raise SnapshotIncompatible(
-            f"this engine does not run {error}; leave it out of the adapter (PEFT: exclude_modules)"
-        ) from error
+        raise SnapshotIncompatible(f"this engine does not run {error}: see exclude_modules") from error
