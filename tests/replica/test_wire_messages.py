@@ -325,6 +325,7 @@ async def test_a_plain_message_with_all_its_records(tmp_path: Path) -> None:
     async with play(tmp_path) as here:
         more = {
             "include_routing_matrix": True,
+            "return_router_weights": True,
             "return_sampling_mask": True,
             "top_logprobs": 2,
             "perf_metrics_in_response": True,
@@ -352,6 +353,7 @@ async def test_a_plain_message_with_all_its_records(tmp_path: Path) -> None:
         assert [entry["logprob"] for entry in entries] == [-float(len(prompt) + i) for i in range(4)]
         assert all(
             e["routing_matrix"]
+            and e["router_weights"]
             and e["sampling_mask"]
             and e["sampling_logprob"]
             and len(e["top_logprobs"]) == 2

@@ -192,6 +192,7 @@ async def test_a_plain_response_with_all_its_records(tmp_path: Path) -> None:
     async with play(tmp_path) as here:
         more = {
             "include_routing_matrix": True,
+            "return_router_weights": True,
             "return_sampling_mask": True,
             "top_logprobs": 2,
             "perf_metrics_in_response": True,
@@ -221,7 +222,8 @@ async def test_a_plain_response_with_all_its_records(tmp_path: Path) -> None:
         entries = ours["logprobs"]["content"]
         assert [entry["logprob"] for entry in entries] == [-float(len(prompt) + i) for i in range(4)]
         assert text["logprobs"] == entries
-        assert all(entry["routing_matrix"] and entry["sampling_mask"] for entry in entries)
+        columns = ("routing_matrix", "router_weights", "sampling_mask")
+        assert all(entry[name] for entry in entries for name in columns)
         assert ours["kv_snapshots"] == [{"snapshot": "base", "start": 0, "end": len(prompt) + 3}]
         plain = (await ask(here, max_output_tokens=4)).json()
         assert set(plain["midstream"]) == {"snapshot", "snapshots"}

@@ -40,6 +40,7 @@ class OwnFieldsOfChats(OwnFields, frozen=True, kw_only=True):
     logprobs: bool | None = None
     return_token_ids: bool | None = None
     include_routing_matrix: bool | None = None
+    return_router_weights: bool | None = None
     return_sampling_mask: bool | None = None
     prompt_cache_isolation_key: str | None = None
 
