@@ -22,10 +22,11 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from recompute import Passes, Recomputer
+from recompute import Recomputer
 from serving import Server, serve
 from test_failover import engine, itself, running
 from test_policies_served import HOT_LOAD, Adapters
+from test_session_storm import Said, of_response
 from tiers import of_tier
 
 POLICIES = of_tier(fast=8, test=32, all=32)
@@ -45,13 +46,14 @@ TOLERANCE = 1e-4
 @dataclass
 class Answer:
     policy: str
-    prompt: list[int]
-    ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    labels: list[str] = field(default_factory=list)
+    said: Said
     pinned: str | None = None
-    #: What computed the KV that the answer stands on. A prompt may be computed in pieces, before and after a switch.
-    kv: set[str] = field(default_factory=set)
+
+    @property
+    def labels(self) -> set[str]:
+        """What sampled its tokens, and what computed the KV that they stand on."""
+        kv = {span["snapshot"] for _, spans in self.said.parts for span in spans}
+        return {*self.said.labels, *kv}
 
 
 @dataclass
@@ -73,7 +75,7 @@ class Storm:
     def happened(self) -> bool:
         counts = self.counts
         enough = counts["signal 200"] >= SIGNALS and counts["kill"] >= KILLS
-        return enough and counts["of one snapshot"] >= ANSWERS
+        return enough and counts["answered"] >= ANSWERS
 
 
 async def pause(storm: Storm, seconds: float) -> None:
@@ -128,7 +130,7 @@ async def client(storm: Storm) -> None:
     while not storm.over():
         policy = f"p{storm.random.randrange(POLICIES)}"
         prompt = [storm.random.randrange(200) for _ in range(storm.random.randrange(4, 20))]
-        answer = Answer(policy, prompt)
+        answer = Answer(policy, Said((policy, ""), prompt))
         if storm.random.random() < 0.15 and storm.signalled.get(policy):
             answer.pinned = storm.random.choice(sorted(storm.signalled[policy]))
         try:
@@ -141,12 +143,12 @@ async def ask(storm: Storm, answer: Answer) -> None:
     model = answer.policy if answer.pinned is None else f"{answer.policy}@{answer.pinned}"
     body = {
         "model": model,
-        "prompt": answer.prompt,
+        "prompt": answer.said.prompt,
         "max_tokens": storm.random.choice((6, 12, 60)),
         "temperature": 1.0,
         "seed": storm.random.randrange(1000),
-        "logprobs": 0,
-        "return_token_ids": True,
+        "logprobs": True,
+        "include_routing_matrix": True,
         "perf_metrics_in_response": True,
         "stream": storm.random.random() < 0.5,
     }
@@ -162,14 +164,10 @@ async def ask(storm: Storm, answer: Answer) -> None:
             if "error" in event:
                 storm.counts["cut"] += 1
                 return
-            take(answer, event)
+            answer.said.take(event)
+            assert event["model"].partition("@")[0].rpartition("/")[2] == answer.policy
     storm.answers.append(answer)
     storm.counts["answered"] += 1
-    storm.counts["of one snapshot"] += can_be_judged(answer)
-
-
-def can_be_judged(answer: Answer) -> bool:
-    return len({*answer.labels, *answer.kv}) == 1 and len(answer.ids) == len(answer.logprobs) > 0
 
 
 async def events_of(response: httpx.Response, *, streamed: bool) -> AsyncIterator[dict[str, Any]]:
@@ -181,62 +179,32 @@ async def events_of(response: httpx.Response, *, streamed: bool) -> AsyncIterato
             yield json.loads(line[6:])
 
 
-def take(answer: Answer, event: dict[str, Any]) -> None:
-    label = event["model"]
-    for choice in event.get("choices", ()):
-        ids = choice.get("token_ids") or []
-        answer.ids += ids
-        logprobs = (choice.get("logprobs") or {}).get("token_logprobs") or []
-        answer.logprobs += logprobs
-        answer.kv |= {span["snapshot"] for span in choice.get("kv_snapshots") or ()}
-        # Of a whole answer; each chunk of a stream is of one snapshot.
-        spans = choice.get("snapshots") or [
-            {"snapshot": label.partition("@")[2], "start": 0, "end": len(ids)}
-        ]
-        for span in spans:
-            answer.labels += [span["snapshot"]] * (span["end"] - span["start"])
-        assert label.partition("@")[0].rpartition("/")[2] == answer.policy
-
-
-def by_whom(adapters: Adapters, answer: Answer) -> str:
+def by_whom(adapters: Adapters, said: Said) -> str:
     """For each adapter that any of the answer's log-probabilities is of: which of them are, as 1."""
-    told = torch.tensor(answer.logprobs)
-    ids, start = [*answer.prompt, *answer.ids], len(answer.prompt) - 1
+    told, ids, start = torch.tensor(said.logprobs), [*said.prompt, *said.tokens], len(said.prompt) - 1
     own = {
         name: ((told - adapters.logprobs(name, ids)[start:]).abs() < TOLERANCE).int().tolist()
         for name in (*adapters.made, "base")
     }
-    told_by = [f"{name}: {''.join(map(str, of))}" for name, of in own.items() if any(of)]
-    return f"{answer}; its numbers are of {', '.join(told_by)}"
+    return ", ".join(f"{name}: {''.join(map(str, of))}" for name, of in own.items() if any(of))
 
 
 def judge(storm: Storm, adapters: Adapters) -> int:
-    """How many answers were recomputed: those of one snapshot. A router's tie may have gone either way."""
+    """How many answers were recomputed."""
     recomputer = Recomputer({})
     for name, model in adapters.made.items():
         recomputer.add_model(name, model)
     checked = 0
     for answer in storm.answers:
-        labels = {*answer.labels, *answer.kv}
+        labels = answer.labels
         assert labels <= storm.signalled[answer.policy], (answer, storm.signalled[answer.policy])
         if answer.pinned is not None:
-            assert set(answer.labels) <= {answer.pinned}, answer
-        if not can_be_judged(answer):
-            storm.counts["crossed"] += len(labels) > 1
-            continue
-        ids, told = [*answer.prompt, *answer.ids], torch.tensor(answer.logprobs)
-        first, targets = len(answer.prompt) - 1, torch.tensor(answer.ids)[:, None]
-
-        def fits(
-            made: Passes, first: int = first, targets: torch.Tensor = targets, told: torch.Tensor = told
-        ) -> bool:
-            own = made.logprobs[first:].gather(1, targets)[:, 0]
-            return bool((told - own).abs().max() < TOLERANCE)
-
-        made = recomputer.first_that(fits, ids[:-1], [*labels] * (len(ids) - 1))
-        assert made is not None, by_whom(adapters, answer)
-        storm.counts["tie"] += bool(made.ties)
-        checked += 1
+            assert set(answer.said.labels) <= {answer.pinned}, answer
+        storm.counts["crossed"] += len(labels) > 1
+        if answer.said.tokens:
+            wrong = of_response(answer.said).wrong(recomputer)
+            assert wrong is None, (answer, wrong, by_whom(adapters, answer.said))
+            checked += 1
     return checked
 
 

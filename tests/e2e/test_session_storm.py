@@ -97,7 +97,7 @@ class Said:
             ]
             if "kv_snapshots" in choice:
                 self.parts.append((len(self.tokens), choice["kv_snapshots"]))
-            if "message" in choice:
+            if "snapshots" in choice:
                 self.labels, self.done = spread(choice["snapshots"]), True
             self._take_message(choice.get("delta") or choice.get("message") or {})
 
