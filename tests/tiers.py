@@ -100,6 +100,7 @@ DEALT_WHOLE_S = 250
 SECONDS = {
     "test_cpu_levels.py": 14,
     "test_cpu_sanitizers.py": 60,
+    "test_feature_pairs.py": 60,
     "test_kv_storm.py": 1,
     "test_ray_gateways.py": 10,
     "test_ray_serving.py": 20,
