@@ -230,10 +230,9 @@ def take_sglang(said: Said, event: Any) -> None:
     """Each event of a stream has all of its choice so far."""
     for part in event if isinstance(event, list) else [event]:
         index, meta, own = part.get("index", 0), part["meta_info"], part["midstream"]
-        before = said.choices.get(index)
         told = said.choices[index] = Told(index)
         _take_seam(said, own)
-        told.prompt = part.get("prompt_token_ids") or (before and before.prompt)
+        told.prompt = part.get("prompt_token_ids")
         told.ids, told.text = part["output_ids"], part["text"]
         told.logprobs = [row[0] for row in meta.get("output_token_logprobs") or ()]
         told.sampling = own.get("sampling_logprobs") or []

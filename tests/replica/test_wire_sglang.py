@@ -112,6 +112,20 @@ async def test_a_stream_that_scores_its_prompt_alone_tells_its_ids(tmp_path: Pat
         assert (only["output_ids"], only["prompt_token_ids"], done) == ([], [65, 66, 67], "[DONE]")
 
 
+@pytest.mark.parametrize("incremental", [False, True])
+async def test_the_last_event_of_a_stream_has_the_ids_of_the_prompt_as_sglangs_have(
+    tmp_path: Path, incremental: bool
+) -> None:
+    """Clients of cumulative streams read no other event."""
+    async with running(tmp_path, FakeEngine()) as here:
+        more = {"return_prompt_token_ids": True, "incremental_streaming_output": incremental}
+        first, *others, last, _ = sse((await generate(here, stream=True, **more)).text)
+        assert first["prompt_token_ids"] == last["prompt_token_ids"] == PROMPT
+        # Long prompts make long events.
+        assert others
+        assert not any("prompt_token_ids" in event for event in others)
+
+
 async def test_a_batch_is_a_list_and_every_choice_has_its_id(tmp_path: Path) -> None:
     engine = FakeEngine("hello")
     engine.replies = {1: (*ids("he"), IM_END)}

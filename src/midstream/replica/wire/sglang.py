@@ -288,7 +288,7 @@ class SGLangEncoder(RecordEncoder):
         )
         if not details.single:
             answer.index = part.index
-        if part.first and details.prompt_ids:
+        if details.prompt_ids and (part.first or part.ending is not None):
             answer.prompt_token_ids = part.prompt.token_ids
         if part.ending is not None:
             self._tell_ending(answer, part, part.ending, extras)
