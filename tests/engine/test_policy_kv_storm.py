@@ -26,7 +26,7 @@ from midstream.engine.embedded.core import EngineCore
 from midstream.replica.namespaces import Namespaces, cache_salt
 
 ADAPTERS, NAMES, RESIDENT = 4, ("red", "blue"), 2
-SEEDS = of_tier(fast=1, test=1, all=8)
+SEEDS = of_tier(fast=1, test=1, all=4)
 pytestmark = pytest.mark.slow
 
 
