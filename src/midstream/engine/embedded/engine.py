@@ -56,21 +56,14 @@ class _EngineLink(ipc.Link[m.Reply]):
             self.first.set_result(None)
 
 
-class _PolicySlot(Slot):
-    """call: sends a command with the number it is given, and returns its Done. Raises StagingFailed, EngineDied."""
+class _ProcessSlot(Slot):
+    """_call: sends a command with the number it is given, and returns its Done. Raises StagingFailed, EngineDied."""
 
     proves_staged = True
-
-    def __init__(
-        self,
-        policy: str,
-        call: Callable[[Callable[[int], m.Command]], Awaitable[m.CallDone]],
-        send: Callable[[m.Command], None],
-    ) -> None:
-        self._policy = policy
-        self._call = call
-        self._send = send
-        self._announced: tuple[str, tuple[tuple[str, str], ...]] = ("", ())
+    _policy = ""
+    _call: Callable[[Callable[[int], m.Command]], Awaitable[m.CallDone]]
+    _send: Callable[[m.Command], None]
+    _announced: tuple[str, tuple[tuple[str, str], ...]] = ("", ())
 
     async def stage(self, snapshot: str, directory: Path) -> None:
         await self._call(lambda call: m.StageSnapshot(call, snapshot, str(directory), self._policy))
@@ -103,10 +96,20 @@ class _PolicySlot(Slot):
         return (await self._call(lambda call: m.DigestWeights(call, self._policy))).digest
 
 
-class EmbeddedEngine(Engine):
-    """folder: see EngineCore. begun: a process for the first start, by `begin`; None: that start begins one."""
+class _PolicySlot(_ProcessSlot):
+    """Of another policy than the deployment's own."""
 
-    proves_staged = True
+    def __init__(
+        self,
+        policy: str,
+        call: Callable[[Callable[[int], m.Command]], Awaitable[m.CallDone]],
+        send: Callable[[m.Command], None],
+    ) -> None:
+        self._policy, self._call, self._send = policy, call, send
+
+
+class EmbeddedEngine(_ProcessSlot, Engine):
+    """folder: see EngineCore. begun: a process for the first start, by `begin`; None: that start begins one."""
 
     def __init__(
         self,
@@ -115,7 +118,6 @@ class EmbeddedEngine(Engine):
         folder: Path | None = None,
         begun: ipc.StartedChild | None = None,
     ) -> None:
-        self._own = _PolicySlot("", self._call, self._send)
         self._model_dir = model_dir
         self._settings = settings
         self._folder = folder
@@ -199,33 +201,6 @@ class EmbeddedEngine(Engine):
         if events is not None:
             events.abort(index)
             self._send(m.Abort(request_id, index))
-
-    async def stage(self, snapshot: str, directory: Path) -> None:
-        await self._own.stage(snapshot, directory)
-
-    def stage_ahead(self, snapshot: str, directory: Path) -> None:
-        self._own.stage_ahead(snapshot, directory)
-
-    def tensors_made(self, tensors: Sequence[str]) -> None:
-        self._own.tensors_made(tensors)
-
-    def drop_staged(self) -> None:
-        self._own.drop_staged()
-
-    async def commit(self, snapshot: str) -> SwapTiming:
-        return await self._own.commit(snapshot)
-
-    def announce(self, files: str, overwritten: Sequence[tuple[str, str]]) -> None:
-        self._own.announce(files, overwritten)
-
-    def retain(self, snapshots: Collection[str]) -> None:
-        self._own.retain(snapshots)
-
-    def abandon_kv(self) -> None:
-        self._own.abandon_kv()
-
-    async def weights_digest(self) -> str | None:
-        return await self._own.weights_digest()
 
     def slot(self, policy: str) -> Slot:
         return _PolicySlot(policy, self._call, self._send)
