@@ -221,7 +221,7 @@ async def count(
             name="replica-0",
             engine=engine,
             text=TextModel.load(model),
-            source=cast(SnapshotSource, SimpleNamespace(prefetch=None)),
+            source=cast(SnapshotSource, SimpleNamespace(prefetch=None, chains=None)),
             names=NAMES,
             base_directory=model,
         )

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequ
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import numpy as np
@@ -448,6 +448,8 @@ class FakeSource(SnapshotSource):
     in every method."""
 
     def __init__(self) -> None:
+        #: Its own, and their whole files.
+        self.chains = self.whole_files = cast(Any, self)
         self.calls: list[str] = []
         self.corrupt: set[str] = set()
         # Somebody wrote to the files after they were verified.
@@ -524,6 +526,9 @@ class FakeSource(SnapshotSource):
     def forget_received(self, directory: Path) -> None:
         self.calls.append(f"forget {directory}")
 
+    def open_held(self, fingerprint: str, name: str) -> None:
+        """Nothing is here."""
+
     async def keep(self, snapshot: str, bucket: str, content: Content) -> None:
         """Waits while `blocked` names the snapshot; fails with `keeping`."""
         if snapshot in self.blocked:
@@ -532,7 +537,7 @@ class FakeSource(SnapshotSource):
             raise self.keeping
         self.calls.append(f"keep {snapshot} in {bucket}")
 
-    async def distrust(self, chain: Sequence[SnapshotFiles]) -> None:
+    async def distrust_chain(self, chain: Sequence[SnapshotFiles]) -> None:
         self.calls.append(f"distrust {[link.snapshot for link in chain]}")
 
     async def release(self, keep: Sequence[Desired]) -> None:

@@ -54,7 +54,7 @@ def test_another_replica_gets_the_files_through_the_port(
 
     async def main() -> None:
         async with running(tmp_path / "model", FakeEngine(), token="secret") as here:
-            monkeypatch.setattr(here.source, "open_file", theirs.open_held)
+            monkeypatch.setattr(here.source.chains, "open_held", theirs.open_held)
             ours.meet(["http://127.0.0.1:9", here.url])
             path = await ours.fetch([link])
             assert path is not None
@@ -78,7 +78,7 @@ def test_a_range_is_given_as_asked_and_nothing_else_is_there(
             running(tmp_path / "model", FakeEngine(), token="secret") as here,
             httpx.AsyncClient(base_url=here.url, headers=KNOWN) as http,
         ):
-            monkeypatch.setattr(here.source, "open_file", theirs.open_held)
+            monkeypatch.setattr(here.source.chains, "open_held", theirs.open_held)
             at = f"/replica/files/{link.fingerprint}/model.safetensors"
             head = await http.head(at)
             assert (head.status_code, int(head.headers["content-length"])) == (200, len(weights))
@@ -129,7 +129,7 @@ def test_a_file_that_fails_after_its_beginning_is_broken_off(
             running(tmp_path / "model", FakeEngine(), token="secret") as here,
             httpx.AsyncClient(base_url=here.url, headers=KNOWN) as http,
         ):
-            monkeypatch.setattr(here.source, "open_file", theirs.open_held)
+            monkeypatch.setattr(here.source.chains, "open_held", theirs.open_held)
             monkeypatch.setattr(
                 peer_files,
                 "_read",
@@ -147,7 +147,7 @@ def test_a_file_is_closed_when_its_client_left_while_it_was_opened() -> None:
     entered, go = threading.Event(), threading.Event()
     opened, other_end = os.pipe()
 
-    def open_file(_: str, name: str) -> tuple[int, FileContent]:
+    def open_held(_: str, name: str) -> tuple[int, FileContent]:
         entered.set()
         assert go.wait(60)
         return opened, FileContent(name, 1, "")
@@ -155,8 +155,8 @@ def test_a_file_is_closed_when_its_client_left_while_it_was_opened() -> None:
     async def main() -> None:
         request: Any = SimpleNamespace(target=b"/replica/files/content:0/x", method=b"GET", first={})
         client: Any = SimpleNamespace(writable=True)
-        source: Any = SimpleNamespace(open_file=open_file)
-        exchange = PeerFileExchange(request, client, source)
+        chains: Any = SimpleNamespace(open_held=open_held)
+        exchange = PeerFileExchange(request, client, chains)
         exchange.start()
         assert await asyncio.to_thread(entered.wait, 60)
         exchange.client_gone()

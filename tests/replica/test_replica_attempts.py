@@ -7,6 +7,7 @@ import contextlib
 from collections.abc import Callable, Sequence
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -22,7 +23,6 @@ from midstream.core.errors import SnapshotCorrupt
 from midstream.core.table import IllegalMove
 from midstream.core.types import (
     BASE_SNAPSHOT,
-    Content,
     Desired,
     Hint,
     ModelInfo,
@@ -177,6 +177,8 @@ class SteppedEngine(FakeEngine):
 
 
 class SteppedSource(SnapshotSource):
+    chains: Any = SimpleNamespace(meet=lambda addresses: None)
+
     def __init__(self, steps: Steps) -> None:
         self._steps = steps
 
@@ -190,15 +192,6 @@ class SteppedSource(SnapshotSource):
         raise AssertionError("only whole snapshots here")
 
     async def verify(self, path: Path, desired: Desired) -> None: ...
-
-    def received(self, content: Content, directory: Path) -> None:
-        raise AssertionError("all snapshots are fetched here")
-
-    def forget_received(self, directory: Path) -> None:
-        raise AssertionError("all snapshots are fetched here")
-
-    async def keep(self, snapshot: str, bucket: str, content: Content) -> None:
-        raise AssertionError("all snapshots are fetched here")
 
     async def release(self, keep: Sequence[Desired]) -> None:
         await asyncio.sleep(0)

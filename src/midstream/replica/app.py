@@ -177,7 +177,7 @@ class ReplicaApp:
     def exchange(self, request: Request, client: ClientConnection) -> Exchange:
         path = request.target.partition(b"?")[0]
         if path.startswith(FILES_PREFIX) and request.method in (b"GET", b"HEAD"):
-            return PeerFileExchange(request, client, self._replica.source)
+            return PeerFileExchange(request, client, self._replica.source.chains)
         if path.startswith(b"/replica/") and not self._replica.had_boot(request.first.get(_BOOT)):
             raise AnotherBoot("the replica restarted after this call was sent to it; retry this request")
         method, make = self._routes.get(path, (request.method, _nothing_here))

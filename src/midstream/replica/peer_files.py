@@ -20,7 +20,7 @@ from midstream.core.types import FileContent
 from midstream.http.http1 import ClientConnection
 from midstream.http.message import Request
 from midstream.replica.exchange import TaskExchange, line_of
-from midstream.replica.swap.source import SnapshotSource
+from midstream.snapshots.store.chain import ChainFetcher
 from midstream.snapshots.store.peers import etag
 from midstream.snapshots.tasks import finished
 
@@ -34,9 +34,9 @@ _RANGE = re.compile(r"bytes=(\d{1,19})-(\d{1,19})")
 class PeerFileExchange(TaskExchange):
     """HEAD or GET of one file; GET of a range of it, too."""
 
-    def __init__(self, request: Request, client: ClientConnection, source: SnapshotSource) -> None:
+    def __init__(self, request: Request, client: ClientConnection, chains: ChainFetcher) -> None:
         super().__init__(request, client)
-        self._source = source
+        self._chains = chains
 
     async def _answer(self) -> None:
         path = self._request.target.partition(b"?")[0][len(FILES_PREFIX) :].decode("latin-1")
@@ -52,7 +52,7 @@ class PeerFileExchange(TaskExchange):
         self, stack: contextlib.ExitStack, fingerprint: str, name: str
     ) -> tuple[int, FileContent] | None:
         """The stack closes the file: `finished` drops this result when it is cancelled."""
-        found = self._source.open_file(fingerprint, name)
+        found = self._chains.open_held(fingerprint, name)
         if found is not None:
             stack.callback(os.close, found[0])
         return found

@@ -122,7 +122,7 @@ class Replica:
         self._boots = deque((self.boot.encode(),), maxlen=BOOTS_MAX)
         self.source = source
         #: Its part in groups of trainers. No group outlives the boot.
-        self.transfers = Transfers(source, lambda: self.boot if self.ready else None, outside.sleep)
+        self.transfers = Transfers(source.chains, lambda: self.boot if self.ready else None, outside.sleep)
         self._policies_max = bounds.policies_max
         self.policies = ServedPolicies(
             self._parts(bounds, Files(source, Hints(source.prefetch), base_directory))

@@ -3,7 +3,7 @@
 Owns: the one group at a time that this replica is a member of, and the orders under way.
 Always holds: every move is one entry of `PARTS`. An order that began is carried out, whether or not its caller still waits.
 A group ends with its receiver: when that fails or misses a deadline, at LeaveGroup, at a newer Join, with the boot, and soon
-after its trainer. The files of an update are the receiver's until it is finished, and the snapshot source's from then on. No
+after its trainer. The files of an update are the receiver's until it is finished, and the snapshot cache's from then on. No
 weights are touched here. A receiver that writes into the weights that serve keeps the engine from serving meanwhile.
 """
 
@@ -52,7 +52,7 @@ from midstream.core.transfer import (
     TransferOrder,
     UpdateInfo,
 )
-from midstream.replica.swap.source import SnapshotSource
+from midstream.snapshots.store.chain import ChainFetcher
 
 log = logging.getLogger(__name__)
 
@@ -194,7 +194,7 @@ class GroupPart:
         self,
         group: str,
         receiver: Receiver[Any, Any],
-        source: SnapshotSource,
+        chains: ChainFetcher,
         sleep: Callable[[float], Awaitable[None]],
     ) -> None:
         self.group = group
@@ -203,7 +203,7 @@ class GroupPart:
         self.reason = ""
         self.lost = False
         self._receiver = receiver
-        self._source = source
+        self._chains = chains
         self._sleep = sleep
         self._finished: _FinishedUpdate | None = None
         self._expiry: asyncio.Task[None] | None = None
@@ -259,14 +259,14 @@ class GroupPart:
         self._close_update()
         directory = self._receiver.hand_over()
         self._finished = _FinishedUpdate(order.update, directory, received)
-        self._source.received(received.content, directory)
+        self._chains.received(received.content, directory)
         return received
 
     def drop(self, update: int | None, why: str = "it was dropped") -> None:
         """Forget an update, open or finished. Nothing to do if it is neither."""
         if self._finished is not None and self._finished.update == update:
             # Also when the group has ended since.
-            self._source.forget_received(self._finished.directory)
+            self._chains.forget_received(self._finished.directory)
             self._finished = None
             self._receiver.retract()
         elif self.phase is PartPhase.ENDED:
@@ -378,11 +378,11 @@ class Transfers:
 
     def __init__(
         self,
-        source: SnapshotSource,
+        chains: ChainFetcher,
         boot: Callable[[], str | None],
         sleep: Callable[[float], Awaitable[None]],
     ) -> None:
-        self._source = source
+        self._chains = chains
         self._boot = boot
         self._sleep = sleep
         self._part: GroupPart | None = None
@@ -432,10 +432,10 @@ class Transfers:
             case Keep():
                 await self._keep(order)
             case Digest(chain=chain):
-                digest = self._source.digest(chain)
+                digest = self._chains.digest(chain)
                 return Digested(content=await self._within(order, chain[-1].snapshot, digest))
             case Distrust(chain=chain):
-                await self._source.distrust(chain)
+                await self._chains.distrust_chain(chain)
             case Begin():
                 await self._of(order.group).begin(order)
             case Check(update=update, sent=sent) | CheckInPlace(update=update, info=sent):
@@ -475,14 +475,14 @@ class Transfers:
                 f"init_info: for {_kind(backend)}, and this replica {has}", param="init_info"
             )
         older = self._part
-        part = self._part = GroupPart(group, receiver, self._source, self._sleep)
+        part = self._part = GroupPart(group, receiver, self._chains, self._sleep)
         if older is not None:
             older.end(f"group {group} replaced it")
             await older.gone()
         await part.join(invitation, within_s)
 
     async def _keep(self, order: Keep) -> None:
-        put = self._source.keep(order.snapshot, order.bucket, order.content)
+        put = self._chains.whole_files.keep(order.snapshot, order.bucket, order.content)
         await self._within(order, order.snapshot, put)
 
     async def _within(self, order: Keep | Digest, snapshot: str, work: Coroutine[Any, Any, T]) -> T:

@@ -247,6 +247,8 @@ class WireReplica:
 
 
 class _NoFiles:
+    chains = None
+
     async def prefetch(self, hint: Any) -> None: ...
 
 

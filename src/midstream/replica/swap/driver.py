@@ -148,7 +148,7 @@ class SwapDriver:
 
     def desire(self, desired: Desired) -> bool:
         """Take note of a target, and of other replicas; returns at once. False when the target is already accepted."""
-        self._files.source.meet(desired.peers)
+        self._files.source.chains.meet(desired.peers)
         if not self.machine.accept(desired):
             return False
         self._act(self._attempts.signalled())

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 
 from midstream.core.errors import SnapshotCorrupt, SnapshotError, SnapshotMissing, SnapshotNotFinite
-from midstream.core.types import Content, Desired, FileContent, Hint, SnapshotContent, SnapshotFiles
+from midstream.core.types import Desired, Hint, SnapshotContent
 from midstream.replica.swap.companions import Companions
 from midstream.replica.swap.hints import Hints
 from midstream.snapshots.adapter import (
@@ -49,7 +49,12 @@ log = logging.getLogger(__name__)
 
 
 class SnapshotSource(abc.ABC):
-    """Where snapshots come from. Failures are SnapshotError; any method may be cancelled at any await."""
+    """Where snapshots come from. Failures are SnapshotError; any method may be cancelled at any await.
+
+    chains: the files that are here, for what is no swap: they are received, given to other replicas, and put into the bucket.
+    """
+
+    chains: ChainFetcher
 
     async def blames_itself(self, path: Path) -> bool:
         """After `verify` of `path` has failed: whether files that were here before may be to blame. They are used no more."""
@@ -91,38 +96,6 @@ class SnapshotSource(abc.ABC):
         """The content of each link's files that `desired` does not state. Call it after `fetch` or `rebuild`."""
         return ()
 
-    def meet(self, addresses: Sequence[str]) -> None:  # noqa: B027
-        """Where other replicas are that may have pushed files. They count at once, also for a `fetch` that waits."""
-
-    @abc.abstractmethod
-    def received(self, content: Content, directory: Path) -> None:
-        """Whole files of this content came by another way than the bucket. The directory is the source's from now on: a later
-        `fetch` of this content takes it. Only the newest one is held."""
-
-    @abc.abstractmethod
-    def forget_received(self, directory: Path) -> None:
-        """No `fetch` will ask for what was `received` in this directory. Nothing to do if it was taken."""
-
-    def open_file(self, fingerprint: str, name: str) -> tuple[int, FileContent] | None:
-        """A file of the snapshot whose content has this fingerprint, open: the caller closes it. None: it is not here.
-
-        Call it in a thread. Raises OSError.
-        """
-        return None
-
-    @abc.abstractmethod
-    async def keep(self, snapshot: str, bucket: str, content: Content) -> None:
-        """Put the files of this content, which are here, into a bucket as a snapshot. Returns when they are durable. Raises
-        SnapshotError."""
-
-    async def digest(self, chain: Sequence[SnapshotFiles]) -> Content:
-        """The content of the whole files of this chain, which are here. Raises SnapshotError."""
-        raise SnapshotMissing(f"{chain[-1].snapshot}: no whole files are kept here")
-
-    async def distrust(self, chain: Sequence[SnapshotFiles]) -> None:  # noqa: B027
-        """The whole files of this chain and of its beginnings may be damaged here. They are used no more, and fetched when they
-        are needed."""
-
     @abc.abstractmethod
     async def release(self, keep: Sequence[Desired]) -> None:
         """Allows local files to be deleted, except those of `keep` and of the chains they stand on. `keep` begins with the
@@ -155,7 +128,7 @@ class CachedSource(SnapshotSource):
     def __init__(
         self, chains: ChainFetcher, base: CheckpointSpec, companions: Companions | None = None
     ) -> None:
-        self._chains = chains
+        self.chains = chains
         self._base = base
         self._companions = companions
         chains.before = self._look_at
@@ -181,7 +154,7 @@ class CachedSource(SnapshotSource):
         await finished(look)
 
     async def blames_itself(self, path: Path) -> bool:
-        found = self._chains.found_here
+        found = self.chains.found_here
         if found is None or found == path:
             return found is not None
         # Deltas say nothing of what they do not change.
@@ -189,17 +162,17 @@ class CachedSource(SnapshotSource):
             await _check_finite(found, await asyncio.to_thread(weights_files, found))
         except SnapshotError as error:
             log.warning("%s in this snapshot cache, of which another was made: %s", found.name, error)
-            await self._chains.distrust(found)
+            await self.chains.distrust(found)
             return True
         return False
 
     async def fetch(
         self, desired: Desired, *, refetch: bool = False, making: Making | None = None
     ) -> Path | None:
-        return await self._chains.fetch(desired.files, refetch=refetch, making=making)
+        return await self.chains.fetch(desired.files, refetch=refetch, making=making)
 
     async def rebuild(self, desired: Desired, making: Making | None = None) -> Path:
-        return await self._chains.rebuild(desired.files, making)
+        return await self.chains.rebuild(desired.files, making)
 
     async def verify(self, path: Path, desired: Desired) -> None:
         try:
@@ -208,7 +181,7 @@ class CachedSource(SnapshotSource):
             await self._verify(path, frozenset(desired.ignore_config))
         except (SnapshotCorrupt, SnapshotMissing, SnapshotNotFinite):
             # The local copy may be bad, so the next attempt takes it from the bucket.
-            await self._chains.distrust(path)
+            await self.chains.distrust(path)
             raise
 
     async def _verify(self, path: Path, ignore_config: frozenset[str]) -> None:
@@ -228,16 +201,16 @@ class CachedSource(SnapshotSource):
         await _check_finite(path, files)
 
     async def check_unchanged(self) -> None:
-        self._chains.check_unchanged()
+        self.chains.check_unchanged()
 
     def of_policy(self, policy: str) -> SnapshotSource:
-        return CachedSource(self._chains.of_policy(policy), self._base, self._companions)
+        return CachedSource(self.chains.of_policy(policy), self._base, self._companions)
 
     async def close(self) -> None:
-        self._chains.close()
+        self.chains.close()
 
     async def remove_policy(self, policy: str) -> None:
-        await self._chains.remove_policy(policy)
+        await self.chains.remove_policy(policy)
 
     def _with_config(self, path: Path) -> None:
         config = path / CONFIG_FILE
@@ -248,39 +221,18 @@ class CachedSource(SnapshotSource):
 
     async def contents(self, desired: Desired) -> tuple[SnapshotContent, ...]:
         links = desired.files
-        found = await self._chains.contents(links)
+        found = await self.chains.contents(links)
         return tuple(
             SnapshotContent(snapshot=link.snapshot, fingerprint=link.fingerprint, files=content)
             for link, content in zip(links, found, strict=False)
             if link.content is None
         )
 
-    def meet(self, addresses: Sequence[str]) -> None:
-        self._chains.meet(addresses)
-
-    def received(self, content: Content, directory: Path) -> None:
-        self._chains.received(content, directory)
-
-    def forget_received(self, directory: Path) -> None:
-        self._chains.forget_received(directory)
-
-    def open_file(self, fingerprint: str, name: str) -> tuple[int, FileContent] | None:
-        return self._chains.open_held(fingerprint, name)
-
-    async def keep(self, snapshot: str, bucket: str, content: Content) -> None:
-        await self._chains.whole_files.keep(snapshot, bucket, content)
-
-    async def digest(self, chain: Sequence[SnapshotFiles]) -> Content:
-        return await self._chains.digest(chain)
-
-    async def distrust(self, chain: Sequence[SnapshotFiles]) -> None:
-        await self._chains.distrust_chain(chain)
-
     async def release(self, keep: Sequence[Desired]) -> None:
-        await self._chains.release([desired.files for desired in keep if desired.files])
+        await self.chains.release([desired.files for desired in keep if desired.files])
 
     async def prefetch(self, hint: Hint) -> None:
-        await self._chains.prefetch(hint.url, hint.files)
+        await self.chains.prefetch(hint.url, hint.files)
 
 
 async def _check_finite(path: Path, files: Mapping[str, FileLayout]) -> None:
