@@ -21,7 +21,7 @@ from midstream.engine.base import StagingFailed
 from midstream.replica.namespaces import Namespaces
 from midstream.replica.pins import Pins
 from midstream.replica.swap.table import SwapMachine
-from midstream.replica.swap.ties import Ties
+from midstream.replica.swap.ties import NO_TIES, Ties
 
 log = logging.getLogger(__name__)
 
@@ -61,26 +61,24 @@ class OneBase:
         self._own, self._others, self._end = own, others, end
         self._stands_still, self._drain_s = stands_still, drain_s
         self._moved = asyncio.Event()
-        self._applies = False
         # What pinned requests of policies are waited for.
         self._coming: str | None = None
 
-    def begin(self, info: ModelInfo) -> None:
-        """A boot's engine runs."""
-        self._applies = not info.card.has("policy_base")
-
-    def moved(self) -> None:
-        """The deployment's own weights have made a step."""
-        moved, self._moved = self._moved, asyncio.Event()
-        moved.set()
-
-    @property
-    def of_policy(self) -> Ties:
+    def of_policy(self, info: ModelInfo) -> Ties:
+        """info: of the boot's engine."""
+        if info.card.has("policy_base"):
+            return NO_TIES
         return Ties(self._base_serves, self._pinned_may_end, waits=self._lacking)
 
-    @property
-    def of_base(self) -> Ties:
-        return Ties(self._end_old, self._make_way, self._crossed, self._reopen)
+    def of_base(self, info: ModelInfo) -> Ties:
+        if info.card.has("policy_base"):
+            return NO_TIES
+        return Ties(self._end_old, self._make_way, self._crossed, self._reopen, moved=self._step)
+
+    def _step(self) -> None:
+        """The deployment's own weights have made one."""
+        moved, self._moved = self._moved, asyncio.Event()
+        moved.set()
 
     async def _base_serves(self, desired: Desired) -> None:
         while (why := self._lacking(desired)) is not None:
@@ -88,7 +86,7 @@ class OneBase:
             await self._moved.wait()
         # Also before they serve: from then on a switch looks for no further ones.
         newest = self._own().accepted
-        if self._applies and newest is not None and desired.stands_on < newest.ends_before:
+        if newest is not None and desired.stands_on < newest.ends_before:
             raise StagingFailed(
                 f"policies were ended with the weights before {newest.snapshot}, and this is one"
             )
@@ -103,7 +101,7 @@ class OneBase:
     def _lacking(self, desired: Desired) -> str | None:
         """Why a policy's snapshot cannot be loaded yet. Weights that cannot be loaded make it wait for the next ones."""
         own = self._own()
-        if not self._applies or own.answers >= desired.stands_on:
+        if own.answers >= desired.stands_on:
             return None
         why = "waits for the full weights that it stands on, or newer ones"
         # Older ones may serve again by now.
@@ -114,13 +112,12 @@ class OneBase:
 
     async def _end_old(self, desired: Desired) -> None:
         """A gateway says so, too. It may not have said it yet."""
-        if self._applies:
-            for policy in self._old(desired):
-                self._end(policy.name, policy.made)
+        for policy in self._old(desired):
+            self._end(policy.name, policy.made)
 
     async def _make_way(self, desired: Desired) -> None:
         await self._old_are_gone(desired)
-        if self._applies and not self._own().same_files(desired):
+        if not self._own().same_files(desired):
             self._coming = desired.snapshot
             at_once = self._stands_still()
             ending = (policy.pins.end(desired, at_once=at_once) for policy in self._others())
@@ -136,7 +133,7 @@ class OneBase:
     async def _old_are_gone(self, desired: Desired) -> None:
         # A late message may have brought one back.
         await self._end_old(desired)
-        running = [policy for policy in self._old(desired) if policy.users] if self._applies else []
+        running = [policy for policy in self._old(desired) if policy.users]
         if not running:
             return
         log.info("the switch to %s waits for requests of %d policies", desired.snapshot, len(running))
@@ -149,10 +146,9 @@ class OneBase:
             await asyncio.gather(*(policy.left() for policy in running))
 
     def _crossed(self, desired: Desired, reset: ResetPromptCache) -> None:
-        if self._applies:
-            for policy in self._others():
-                ages = (policy.namespaces.kv_age_max, desired.max_cache_age)
-                policy.namespaces.commit(reset, min((age for age in ages if age is not None), default=None))
+        for policy in self._others():
+            ages = (policy.namespaces.kv_age_max, desired.max_cache_age)
+            policy.namespaces.commit(reset, min((age for age in ages if age is not None), default=None))
 
     def _old(self, desired: Desired) -> list[AnotherPolicy]:
         return [policy for policy in self._others() if policy.stands_on < desired.ends_before]

@@ -63,7 +63,7 @@ class ServedPolicies:
             lambda: parts.engine.awaits_commit,
             parts.bounds.pin_drain_s,
         )
-        self.own = ServedPolicy("", 0.0, parts, deployments_own(parts, self._base.of_base, self._base.moved))
+        self.own = ServedPolicy("", 0.0, parts, deployments_own(parts, self._base.of_base))
         self.own.begin()
         self._numbers = itertools.count(1)
         self._uses = itertools.count(1)
@@ -102,7 +102,6 @@ class ServedPolicies:
 
     def start(self, info: ModelInfo) -> None:
         """A boot's engine runs."""
-        self._base.begin(info)
         self.own.start(info)
 
     def desire(self, desired: Desired, info: ModelInfo) -> None:

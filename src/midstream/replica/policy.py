@@ -42,6 +42,7 @@ from midstream.replica.turns.tree import BYTES_MAX
 TRANSITIONS_REPORTED = 8
 #: How long a policy that was loaded is kept for its first request.
 UNUSED_S = 2.0
+TiesOf = Callable[[ModelInfo], Ties]
 
 
 @dataclass(frozen=True)
@@ -90,8 +91,7 @@ class PolicyParts:
 @dataclass(frozen=True)
 class Terms:
     """What differs between policies. key: what the engine calls it. unsound: the refusal while weights that failed their check
-    serve. transitions_reported, swaps_reported: stage changes and timings that a report has. ties: to others. moved: it made a
-    step."""
+    serve. transitions_reported, swaps_reported: stage changes and timings that a report has. ties: to others, of an engine."""
 
     names: ServedNames
     key: str
@@ -101,19 +101,16 @@ class Terms:
     unsound: type[ReplicaUnavailable]
     transitions_reported: int
     swaps_reported: int
-    ties: Ties
-    moved: Callable[[], None] = lambda: None
+    ties: TiesOf
 
 
-def deployments_own(parts: PolicyParts, ties: Ties, moved: Callable[[], None]) -> Terms:
+def deployments_own(parts: PolicyParts, ties: TiesOf) -> Terms:
     residency = parts.bounds.residency
     reported = TRANSITIONS_KEPT, SWAPS_REPORTED
-    return Terms(
-        parts.names, "", parts.engine, parts.files, residency, AnotherBoot, *reported, ties=ties, moved=moved
-    )
+    return Terms(parts.names, "", parts.engine, parts.files, residency, AnotherBoot, *reported, ties)
 
 
-def besides(parts: PolicyParts, name: str, number: int, ties: Ties) -> Terms:
+def besides(parts: PolicyParts, name: str, number: int, ties: TiesOf) -> Terms:
     """number: never the same twice in a replica's life. One of an old name is another policy for the engine, too."""
     key = f"{name}#{number}"
     names = names_of(parts.names, name)
@@ -122,7 +119,7 @@ def besides(parts: PolicyParts, name: str, number: int, ties: Ties) -> Terms:
     residency = Residency(parts.bounds.residency.snapshots)
     # Weights of a policy that failed their check say nothing of the whole replica.
     slot, reported = parts.engine.slot(key), (TRANSITIONS_REPORTED, 1)
-    return Terms(names, key, slot, files, residency, PolicyNotLoaded, *reported, ties=ties)
+    return Terms(names, key, slot, files, residency, PolicyNotLoaded, *reported, ties)
 
 
 class ServedPolicy:
@@ -179,7 +176,6 @@ class ServedPolicy:
                 parts.on_settled,
                 lambda reason: parts.died(boot, reason),
                 parts.on_swapped,
-                self._terms.ties,
                 partial(parts.on_served, self._terms.names.model),
             ),
         )
@@ -187,7 +183,7 @@ class ServedPolicy:
     def start(self, info: ModelInfo) -> None:
         """The boot's engine runs."""
         parts, boot = self._parts, self._parts.boot()
-        self.driver.info = info
+        self.driver.info, self.driver.ties = info, self._terms.ties(info)
         self.pins.begin(able=info.card.has("resident_snapshots"))
         self.service = Service(
             engine=parts.engine,
@@ -204,7 +200,7 @@ class ServedPolicy:
             boot=boot,
             boot_now=parts.boot,
             serving=lambda: self.driver.machine.serving,
-            files_of=lambda snapshot: self.driver.meanings.files(snapshot),
+            files_of=self.driver.meanings.files,
             on_engine_death=lambda reason: parts.died(boot, reason),
             policy=self.key,
         )
@@ -222,7 +218,7 @@ class ServedPolicy:
     def _moved(self) -> None:
         if self.driver.machine.stage is Stage.CHECKING:
             self.unused_since = self._parts.outside.monotonic()
-        self._terms.moved()
+        self.driver.ties.moved()
         self._parts.on_change()
 
     @contextmanager
@@ -283,7 +279,7 @@ class ServedPolicy:
         machine = self.driver.machine
         if machine.stage is not Stage.STAGING or machine.target is None:
             return None
-        return self._terms.ties.waits(machine.target)
+        return self.driver.ties.waits(machine.target)
 
     def reset_cache(self) -> None:
         """No new request finds what is cached now."""

@@ -76,14 +76,12 @@ class Entrance:
 @dataclass(frozen=True)
 class SwapCallbacks:
     """What the driver calls. change: after every change of the report. settled: as each attempt ends. death: why
-    the engine is gone. swapped: how each attempt went. ties: to other policies. served: behind a switch, by
-    which files."""
+    the engine is gone. swapped: how each attempt went. served: behind a switch, by which files."""
 
     change: Callable[[], None]
     settled: Callable[[], None]
     death: Callable[[str], None]
     swapped: Callable[[SwapHistory], None] = lambda history: None
-    ties: Ties = NO_TIES
     served: Callable[[str, Path], None] = lambda snapshot, directory: None
 
 
@@ -108,7 +106,7 @@ class SwapDriver:
         self._monotonic = monotonic
         self._on_change, self._on_settled = callbacks.change, callbacks.settled
         self._on_engine_death, self._on_swapped = callbacks.death, callbacks.swapped
-        self._ties, self._on_served = callbacks.ties, callbacks.served
+        self._on_served = callbacks.served
         self._attempts = Attempts(machine, proved=engine.proves_staged)
         self._attempt: asyncio.Task[None] | None = None
         #: Of the attempt in work.
@@ -120,8 +118,9 @@ class SwapDriver:
         self._quiet_ends: asyncio.TimerHandle | None = None
         self._at_work = False
         self.machine = machine
-        #: Of the engine; set before `run`.
+        #: Of the engine; set before `run`, as `ties` are.
         self.info: ModelInfo | None = None
+        self.ties: Ties = NO_TIES
         self._swaps: deque[SwapTiming] = deque(maxlen=SWAPS_REPORTED)
         #: Of the serving weights: their check, and what their files were found to be.
         self.check: SnapshotCheck | None = None
@@ -262,18 +261,18 @@ class SwapDriver:
             await self._verify(path, desired)
         contents = () if base else await source.contents(desired)
         verified = self._made(SwapEvent.VERIFIED)
-        await self._ties.before_stage(desired)
+        await self.ties.before_stage(desired)
         await self._engine.stage(desired.snapshot, path)
         await source.check_unchanged()
         self._begin_quiet(desired)
         staged = self._made(SwapEvent.STAGED)
         await self._wait_for_turn()
         try:
-            await self._ties.before_switch(desired)
+            await self.ties.before_switch(desired)
             # A target may be let go with other fields than it came with.
             timing = self._history.timing = await self._switch(self.machine.target or desired, contents)
         finally:
-            self._ties.over()
+            self.ties.over()
         self._on_served(desired.snapshot, path)
         done = msgspec.structs.replace(
             timing,
@@ -344,7 +343,7 @@ class SwapDriver:
             self._namespaces.commit(reset := self.machine.reset_of(desired), desired.max_cache_age)
             if reset == "all":
                 self._engine.abandon_kv()
-            self._ties.switched(desired, reset)
+            self.ties.switched(desired, reset)
             if self._engine.proves_staged:
                 self._open()
             return timing

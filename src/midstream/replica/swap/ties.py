@@ -20,7 +20,7 @@ class Ties:
     """before_stage, before_switch: are waited for. waits: why before_stage waits; None: it does not. switched: the engine has
     switched, and what its cache policy comes to.
 
-    over: of each before_switch that began, also if the engine did not switch.
+    over: of each before_switch that began, also if the engine did not switch. moved: the policy has made a step.
     """
 
     before_stage: Callable[[Desired], Awaitable[None]] = _nothing
@@ -28,6 +28,7 @@ class Ties:
     switched: Callable[[Desired, ResetPromptCache], None] = lambda desired, reset: None
     over: Callable[[], None] = lambda: None
     waits: Callable[[Desired], str | None] = lambda desired: None
+    moved: Callable[[], None] = lambda: None
 
 
 NO_TIES = Ties()
