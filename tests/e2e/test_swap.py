@@ -212,22 +212,6 @@ def cached_tokens(server: Server, prompt: str, session: str) -> int:
     return int(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
 
 
-def test_reset_prompt_cache_all_makes_the_next_turn_recompute_and_none_does_not(
-    server: Server, publisher: SnapshotPublisher, tiny_model: Callable[..., Path]
-) -> None:
-    prompt = "The same beginning of a rollout, turn after turn. " * 2
-    cached_tokens(server, prompt, "turns")
-    assert cached_tokens(server, prompt, "turns") == 96
-    put(server, "cache-all", tiny_model(seed=3))
-    publisher.snapshots.signal("cache-all")
-    publisher.snapshots.wait_until_ready("cache-all", timeout_s=150)
-    assert cached_tokens(server, prompt, "turns") == 0
-    put(server, "cache-none", tiny_model(seed=4))
-    publisher.snapshots.signal("cache-none", reset_prompt_cache="none")
-    publisher.snapshots.wait_until_ready("cache-none", timeout_s=150)
-    assert cached_tokens(server, prompt, "turns") == 96
-
-
 def test_perf_metrics_say_which_snapshots_computed_the_kv(
     server: Server, publisher: SnapshotPublisher, tiny_model: Callable[..., Path]
 ) -> None:

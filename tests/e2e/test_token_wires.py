@@ -126,17 +126,3 @@ def test_rows_of_new_positions_alone_make_up_the_routes_of_a_trajectory(server: 
     again, rows = turn_of(server, wire, tokens[: -len(new) - 1], 0)
     assert again == new
     assert np.concatenate(held).tolist() == rows.tolist()
-
-
-def test_a_chat_is_rendered_and_posted(server: Server) -> None:
-    asked = {
-        "messages": [{"role": "user", "content": "hi"}],
-        "max_tokens": 8,
-        "seed": 1,
-        "return_token_ids": True,
-    }
-    rendered = post(server, "/v1/chat/completions/render", asked)
-    (choice,) = post(server, "/inference/v1/generate", rendered)["choices"]
-    chat = post(server, "/v1/chat/completions", asked)
-    assert chat["prompt_token_ids"] == rendered["token_ids"]
-    assert chat["choices"][0]["token_ids"] == choice["token_ids"]
