@@ -82,19 +82,6 @@ def held(answers: list[dict[str, Any]]) -> list[bool]:
     return kept
 
 
-@pytest.mark.parametrize("seed", [100, 200, 300])
-def test_every_turn_of_a_session_begins_with_the_tokens_of_the_one_before(
-    client: openai.OpenAI, server: Server, seed: int
-) -> None:
-    answers = rollout(client, server, seed, {"x-session-id": f"exact {seed}"})
-    assert held(answers) == [True] * (TURNS - 1)
-    assert all("midstream" not in answer for answer in answers)
-    cached = [answer["usage"]["prompt_tokens_details"]["cached_tokens"] for answer in answers[1:]]
-    # All of the turn before is in the cache, but for the last block and the last token.
-    sizes = [len(answer["prompt_token_ids"] + answer["choices"][0]["token_ids"]) for answer in answers]
-    assert all(size - have <= 33 for size, have in zip(sizes, cached, strict=False))
-
-
 def test_without_a_session_or_by_the_template_some_turn_loses_them(
     client: openai.OpenAI, server: Server
 ) -> None:

@@ -205,13 +205,6 @@ def serving_now(publisher: SnapshotPublisher) -> set[str | None]:
     return {replica.snapshot for replica in publisher.snapshots.status().replicas}
 
 
-def cached_tokens(server: Server, prompt: str, session: str) -> int:
-    body = {"model": server.model, "prompt": prompt, "max_tokens": 1}
-    headers = {"x-multi-turn-session-id": session}
-    answer = httpx.post(f"{server.url}/v1/completions", json=body, headers=headers, timeout=60).json()
-    return int(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
-
-
 def test_perf_metrics_say_which_snapshots_computed_the_kv(
     server: Server, publisher: SnapshotPublisher, tiny_model: Callable[..., Path]
 ) -> None:

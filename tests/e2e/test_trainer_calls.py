@@ -201,31 +201,3 @@ def replicas(server: Server) -> list[dict[str, Any]]:
 def process_of(server: Server, name: str) -> int:
     (found,) = [pid for pid in server.children() if name in words_of(pid)]
     return found
-
-
-def test_what_cannot_be_served_is_refused_and_what_serves_goes_on(
-    server: Server, tiny_model: Callable[..., Path], tmp_path: Path
-) -> None:
-    before = get(server, "/weight_info")
-    for path in ("/init_broadcaster", "/init_weights_update_group", "/init_communicator/"):
-        answer = post(server, path, {"host": "h", "port": 1})
-        assert answer.status_code == 400
-        message = answer.json()["error"]["message"]
-        assert path in message
-        assert server.bucket.as_uri() in message
-    for body in ({"weight_dir": None}, {"update_info": {"names": []}}):
-        assert post(server, "/update_weights", body).status_code == 400
-    shutil.copytree(tiny_model(seed=4), tmp_path / "elsewhere")
-    answer = post(server, "/update_weights", {"weight_dir": str(tmp_path / "elsewhere")})
-    assert answer.status_code == 400
-    assert answer.json()["error"]["param"] == "weight_dir"
-    broken = server.bucket / "broken"
-    shutil.copytree(tiny_model(seed=4), broken)
-    weights = broken / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-64])
-    answer = post(server, "/update_weights_from_disk", {"model_path": str(broken)})
-    assert answer.status_code == 400
-    told = answer.json()
-    assert told["success"] is False
-    assert "model.safetensors" in told["message"]
-    assert get(server, "/weight_info") == before

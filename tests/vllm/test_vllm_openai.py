@@ -188,36 +188,6 @@ def test_an_answer_has_the_tokens_that_each_draw_was_from(bed: Bed, http: httpx.
             assert entry["sampling_logprob"] == pytest.approx(own, abs=TOLERANCE)
 
 
-def test_streamed_messages_and_responses_say_what_the_plain_ones_say(http: httpx.Client) -> None:
-    user = [{"role": "user", "content": "Count to ten."}]
-    messages = {"model": "default", "messages": user, "max_tokens": 30, "temperature": 0}
-    responses = {"model": "default", "input": user, "max_output_tokens": 30, "temperature": 0, "store": False}
-    for path, body in (("/v1/messages", messages), ("/v1/responses", responses)):
-        plain = http.post(path, json=body)
-        assert plain.status_code == 200, plain.text
-        with http.stream("POST", path, json={**body, "stream": True}) as answer:
-            assert answer.status_code == 200
-            lines = answer.read().split(b"\n")
-        events = [json.loads(line[6:]) for line in lines if line.startswith(b"data: {")]
-        kinds = [event["type"] for event in events]
-        if path == "/v1/messages":
-            whole = "".join(block.get("text", "") for block in plain.json()["content"])
-            said = [
-                e["delta"]["text"]
-                for e in events
-                if e["type"] == "content_block_delta" and "text" in e["delta"]
-            ]
-            assert (kinds[0], kinds[-1]) == ("message_start", "message_stop")
-        else:
-            outputs = [item for item in plain.json()["output"] if item["type"] == "message"]
-            whole = "".join(part["text"] for item in outputs for part in item["content"])
-            said = [e["delta"] for e in events if e["type"] == "response.output_text.delta"]
-            assert kinds[0] == "response.created"
-            assert kinds[-1] in ("response.completed", "response.incomplete")
-        assert whole
-        assert "".join(said) == whole
-
-
 def test_an_answer_to_a_schema_is_json_of_it(bed: Bed, http: httpx.Client) -> None:
     schema = {
         "type": "object",
