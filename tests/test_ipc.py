@@ -55,18 +55,15 @@ async def linked() -> AsyncIterator[tuple[Listening, socket.socket]]:
     ],
     ids=["not MessagePack", "another type", "not asked for", "no text", "nested too deeply"],
 )
-def test_a_message_that_cannot_be_understood_closes_the_link_and_nothing_behind_it_is_heard(
+async def test_a_message_that_cannot_be_understood_closes_the_link_and_nothing_behind_it_is_heard(
     unread: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def main() -> None:
+    with caplog.at_level(logging.ERROR):
         async with linked() as (link, theirs):
             theirs.sendall(ipc.frame(Said("before")) + unread + ipc.frame(Said("behind")))
             async with asyncio.timeout(120):
                 await link.lost.wait()
             assert link.heard == ["before"]
-
-    with caplog.at_level(logging.ERROR):
-        asyncio.run(main())
     assert ["cannot be understood" in record.message for record in caplog.records] == [True]
     assert caplog.records[0].exc_info is not None
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 from pathlib import Path
@@ -53,7 +52,7 @@ def test_what_passes_a_link_is_no_more_than_its_rate(monkeypatch: pytest.MonkeyP
     assert now[0] == pytest.approx(65.5)
 
 
-def test_a_replica_fetches_a_snapshot_through_the_limited_bucket(
+async def test_a_replica_fetches_a_snapshot_through_the_limited_bucket(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     directory = tmp_path / "bucket" / "s0"
@@ -61,16 +60,13 @@ def test_a_replica_fetches_a_snapshot_through_the_limited_bucket(
     (directory / "config.json").write_text("{}")
     (directory / "model.safetensors").write_bytes(os.urandom(300_000))
 
-    async def fetch() -> Path | None:
-        url = f"s3://{limited_bucket.BUCKET}/s0"
-        known = (await list_snapshot(url)).fingerprint
-        chain = [SnapshotFiles(snapshot="s0", url=url, fingerprint=known)]
-        return await ChainFetcher(SnapshotCache(tmp_path / "cache")).fetch(chain)
-
     with limited_bucket.limited_bucket(tmp_path / "bucket", 1, 1e6) as (port, _):
         for name, value in limited_bucket.environment(port).items():
             monkeypatch.setenv(name, value)
-        found = asyncio.run(fetch())
+        url = f"s3://{limited_bucket.BUCKET}/s0"
+        known = (await list_snapshot(url)).fingerprint
+        chain = [SnapshotFiles(snapshot="s0", url=url, fingerprint=known)]
+        found = await ChainFetcher(SnapshotCache(tmp_path / "cache")).fetch(chain)
     assert found is not None
     name = "model.safetensors"
     assert (found / name).read_bytes() == (directory / name).read_bytes()

@@ -106,38 +106,35 @@ class PuttingBack:
 @pytest.mark.variant
 @pytest.mark.parametrize("stuck", ["pause", "transition", "weights"])
 @pytest.mark.parametrize("times", [1, 2])
-def test_the_first_interruption_also_while_it_puts_back_does_not_keep_it_from_that(
+async def test_the_first_interruption_also_while_it_puts_back_does_not_keep_it_from_that(
     stuck: str, times: int
 ) -> None:
-    async def run_and_interrupt() -> None:
-        putting, out = PuttingBack(stuck), io.StringIO()
-        session: Any = SimpleNamespace(
-            target=putting.target,
-            restore_pause=putting.restore_pause,
-            restore_transition=putting.restore_transition,
-        )
-        snapshots: Any = putting
-        running = asyncio.create_task(
-            conformance._rows([], session, snapshots, conformance._Shown([], out), strict=False)
-        )
-        await putting.reached.wait()
-        for _ in range(times):
-            running.cancel()
-            # Turns of the loop in which it is heard.
-            for _ in range(3):
-                await asyncio.sleep(0)
-        putting.may.set()
-        if times == 1:
-            _, left, code = await running
-            assert (putting.left, left.on_snapshot, left.put_back, code) == (True, "X-1", True, 130)
-            assert "interrupted\n" in out.getvalue()
-        else:
-            with pytest.raises(asyncio.CancelledError):
-                await running
-            assert not putting.left
-            assert "interrupted again: it is not known what the deployment is left on" in out.getvalue()
-
-    asyncio.run(run_and_interrupt())
+    putting, out = PuttingBack(stuck), io.StringIO()
+    session: Any = SimpleNamespace(
+        target=putting.target,
+        restore_pause=putting.restore_pause,
+        restore_transition=putting.restore_transition,
+    )
+    snapshots: Any = putting
+    running = asyncio.create_task(
+        conformance._rows([], session, snapshots, conformance._Shown([], out), strict=False)
+    )
+    await putting.reached.wait()
+    for _ in range(times):
+        running.cancel()
+        # Turns of the loop in which it is heard.
+        for _ in range(3):
+            await asyncio.sleep(0)
+    putting.may.set()
+    if times == 1:
+        _, left, code = await running
+        assert (putting.left, left.on_snapshot, left.put_back, code) == (True, "X-1", True, 130)
+        assert "interrupted\n" in out.getvalue()
+    else:
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        assert not putting.left
+        assert "interrupted again: it is not known what the deployment is left on" in out.getvalue()
 
 
 def test_what_served_before_is_told_and_can_be_had_again(server: Server, options: list[str], tmp_path: Path,

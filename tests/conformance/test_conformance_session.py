@@ -110,7 +110,7 @@ def test_a_replica_is_reached_that_gets_no_new_session_until_its_next_report(
 
 
 @pytest.mark.parametrize("error", [Failed("no"), Skipped("no"), OverflowError("no"), httpx.ReadError("no")])
-def test_what_failed_once_is_not_tried_for_every_row(error: Exception) -> None:
+async def test_what_failed_once_is_not_tried_for_every_row(error: Exception) -> None:
     tries = 0
 
     async def fail(_: Session) -> Evidence:
@@ -118,13 +118,10 @@ def test_what_failed_once_is_not_tried_for_every_row(error: Exception) -> None:
         tries += 1
         raise error
 
-    async def ask() -> None:
-        session = session_of(Scripted())
-        for _ in range(2):
-            with pytest.raises(type(error)):
-                await session.once("that", fail)
-
-    asyncio.run(ask())
+    session = session_of(Scripted())
+    for _ in range(2):
+        with pytest.raises(type(error)):
+            await session.once("that", fail)
     assert tries == 1
 
 
@@ -203,17 +200,14 @@ def test_a_transition_that_cannot_be_set_back_is_a_failure_and_tried_again() -> 
     assert kept == ["ASYNC", "SYNC", "ASYNC"]
 
 
-def test_what_a_row_found_is_not_hidden_by_the_transition() -> None:
+async def test_what_a_row_found_is_not_hidden_by_the_transition() -> None:
     server, kept = deployments(lambda _, wanted: wanted == "ASYNC")
 
-    async def ask() -> None:
-        session = session_of(server)
-        with pytest.raises(Failed, match="the row's own"):
-            await sync_row(session, "the row's own")
-        with pytest.raises(Failed, match="not now"):
-            await session.restore_transition()
-
-    asyncio.run(ask())
+    session = session_of(server)
+    with pytest.raises(Failed, match="the row's own"):
+        await sync_row(session, "the row's own")
+    with pytest.raises(Failed, match="not now"):
+        await session.restore_transition()
     assert kept == ["ASYNC", "SYNC"]
 
 
@@ -248,67 +242,58 @@ def pausing(refuse: Callable[[str], bool]) -> tuple[Scripted, list[str]]:
 
 
 @pytest.mark.parametrize("again", [False, True])
-def test_a_row_that_is_interrupted_in_its_pause_ends_the_pause(again: bool) -> None:
+async def test_a_row_that_is_interrupted_in_its_pause_ends_the_pause(again: bool) -> None:
     server, taken = pausing(lambda _: False)
 
-    async def ask() -> None:
-        session, begun, reached = session_of(server), asyncio.Event(), asyncio.Event()
+    session, begun, reached = session_of(server), asyncio.Event(), asyncio.Event()
 
-        async def resume(_: httpx.Request) -> httpx.Response:
-            if again and not reached.is_set():
-                reached.set()
-                await asyncio.Event().wait()
-            taken.append("/resume")
-            return httpx.Response(200, json={})
+    async def resume(_: httpx.Request) -> httpx.Response:
+        if again and not reached.is_set():
+            reached.set()
+            await asyncio.Event().wait()
+        taken.append("/resume")
+        return httpx.Response(200, json={})
 
-        async def row() -> None:
-            async with session.paused("/pause"):
-                begun.set()
-                await asyncio.Event().wait()
+    async def row() -> None:
+        async with session.paused("/pause"):
+            begun.set()
+            await asyncio.Event().wait()
 
-        server.on["POST", "/resume"] = resume
-        running = asyncio.create_task(row())
-        await asyncio.wait([running, asyncio.create_task(begun.wait())], return_when=asyncio.FIRST_COMPLETED)
+    server.on["POST", "/resume"] = resume
+    running = asyncio.create_task(row())
+    await asyncio.wait([running, asyncio.create_task(begun.wait())], return_when=asyncio.FIRST_COMPLETED)
+    running.cancel()
+    if again:
+        await reached.wait()
         running.cancel()
-        if again:
-            await reached.wait()
-            running.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await running
-        # What the second interruption kept from it is done at the end of the run.
-        assert await session.restore_pause() is again
-        assert not await session.restore_pause()
-
-    asyncio.run(ask())
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    # What the second interruption kept from it is done at the end of the run.
+    assert await session.restore_pause() is again
+    assert not await session.restore_pause()
     assert taken == ["/pause", "/resume"]
 
 
-def test_a_pause_whose_answer_is_lost_is_ended_all_the_same() -> None:
+async def test_a_pause_whose_answer_is_lost_is_ended_all_the_same() -> None:
     server, taken = pausing(lambda path: path == "/pause")
 
-    async def ask() -> None:
-        session = session_of(server)
-        with pytest.raises(Failed, match="not now"):
-            async with session.paused("/pause"):
-                pass
-        assert not await session.restore_pause()
-
-    asyncio.run(ask())
+    session = session_of(server)
+    with pytest.raises(Failed, match="not now"):
+        async with session.paused("/pause"):
+            pass
+    assert not await session.restore_pause()
     assert taken == ["/resume"]
 
 
-def test_what_others_paused_is_not_resumed() -> None:
+async def test_what_others_paused_is_not_resumed() -> None:
     server, taken = pausing(lambda _: False)
     server.on["GET", "/is_paused"] = lambda _: httpx.Response(200, json={"is_paused": True, "mode": "wait"})
 
-    async def ask() -> None:
-        session = session_of(server)
-        with pytest.raises(Failed, match="should not be paused"):
-            async with session.paused("/pause"):
-                pass
-        assert not await session.restore_pause()
-
-    asyncio.run(ask())
+    session = session_of(server)
+    with pytest.raises(Failed, match="should not be paused"):
+        async with session.paused("/pause"):
+            pass
+    assert not await session.restore_pause()
     assert taken == []
 
 
@@ -343,40 +328,36 @@ def snapshots(tmp_path: Path, checkpoint: Path) -> tuple[Replicas, Snapshots]:
     return there, made
 
 
-def test_a_switch_that_was_cut_short_is_undone_at_the_end(snapshots: tuple[Replicas, Snapshots]) -> None:
+async def test_a_switch_that_was_cut_short_is_undone_at_the_end(
+    snapshots: tuple[Replicas, Snapshots],
+) -> None:
     there, made = snapshots
 
-    async def run() -> str | None:
-        same = await made.serve("same")
-        head = await made.ready("head")
-        # And still ready, on the one before.
-        there.rows = [(same, "downloading", head)] * 2
-        await made.signal(head)
-        with pytest.raises(Failed, match="was not ready"):
-            await made.wait(head)
-        assert made.serving is None
-        there.rows = None
-        return await made.leave()
-
-    left_on = asyncio.run(run())
+    same = await made.serve("same")
+    head = await made.ready("head")
+    # And still ready, on the one before.
+    there.rows = [(same, "downloading", head)] * 2
+    await made.signal(head)
+    with pytest.raises(Failed, match="was not ready"):
+        await made.wait(head)
+    assert made.serving is None
+    there.rows = None
+    left_on = await made.leave()
     assert left_on is not None
     assert made.variants[left_on] == "same"
     assert there.signals[-1] == left_on
 
 
-def test_a_snapshot_that_failed_is_not_left_desired(snapshots: tuple[Replicas, Snapshots]) -> None:
+async def test_a_snapshot_that_failed_is_not_left_desired(snapshots: tuple[Replicas, Snapshots]) -> None:
     there, made = snapshots
 
-    async def run() -> str | None:
-        same = await made.serve("same")
-        broken = made.name()
-        await made.post(broken)
-        there.rows = [(same, "error", broken)] * 2
-        assert await made.wait_failed(broken) == "it is cut short"
-        there.rows = None
-        return await made.leave()
-
-    left_on = asyncio.run(run())
+    same = await made.serve("same")
+    broken = made.name()
+    await made.post(broken)
+    there.rows = [(same, "error", broken)] * 2
+    assert await made.wait_failed(broken) == "it is cut short"
+    there.rows = None
+    left_on = await made.leave()
     assert there.signals[-1] == left_on, "the snapshot that failed is desired still"
 
 

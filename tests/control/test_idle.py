@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -163,34 +163,32 @@ class Gateway:
         return asked, looks
 
 
-def with_policies(
-    path: Path, count: int, work: Callable[[Gateway], Awaitable[None]], *, url: str | None = None
-) -> None:
-    async def main() -> None:
-        ledger = Asked(url or sqlite_url(path / "ledger.sqlite"))
-        await ledger.ensure_deployment(NAMES.deployment, NAMES.model, "file:///b")
-        names = [f"p{number}" for number in range(count)]
-        for name in names:
-            full = f"{NAMES.deployment}/policies/{name}"
-            await ledger.create_deployment(NewDeployment(full, model="m", bucket_url="file:///b"))
-            await ledger.signal(full, Signal(identity="v1", url="file:///b/v1"))
-        gateway = Gateway(ledger)
-        running = asyncio.create_task(gateway.desired_state.run())
-        try:
-            await gateway.until(lambda: all(gateway.serves(name, "v1") for name in names))
-            await gateway.at_rest()
-            await work(gateway)
-        finally:
-            running.cancel()
-            await asyncio.gather(running, return_exceptions=True)
-            ledger.close()
-
-    asyncio.run(main())
+@asynccontextmanager
+async def with_policies(path: Path, count: int, *, url: str | None = None) -> AsyncIterator[Gateway]:
+    ledger = Asked(url or sqlite_url(path / "ledger.sqlite"))
+    await ledger.ensure_deployment(NAMES.deployment, NAMES.model, "file:///b")
+    names = [f"p{number}" for number in range(count)]
+    for name in names:
+        full = f"{NAMES.deployment}/policies/{name}"
+        await ledger.create_deployment(NewDeployment(full, model="m", bucket_url="file:///b"))
+        await ledger.signal(full, Signal(identity="v1", url="file:///b/v1"))
+    gateway = Gateway(ledger)
+    running = asyncio.create_task(gateway.desired_state.run())
+    try:
+        await gateway.until(lambda: all(gateway.serves(name, "v1") for name in names))
+        await gateway.at_rest()
+        yield gateway
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        ledger.close()
 
 
 @pytest.mark.parametrize("policies", [1, 20])
-def test_a_gateway_asks_its_ledger_once_a_poll_whatever_it_serves(tmp_path: Path, policies: int) -> None:
-    async def work(gateway: Gateway) -> None:
+async def test_a_gateway_asks_its_ledger_once_a_poll_whatever_it_serves(
+    tmp_path: Path, policies: int
+) -> None:
+    async with with_policies(tmp_path, policies) as gateway:
         statements = gateway.ledger.watch()
         asked, looks = await gateway.polls(10)
         assert asked <= looks + 1
@@ -198,11 +196,9 @@ def test_a_gateway_asks_its_ledger_once_a_poll_whatever_it_serves(tmp_path: Path
         assert len(queries) == len(statements) - sum(one.startswith("BEGIN") for one in statements)
         assert len(queries) <= looks + 1, "each look is one query"
 
-    with_policies(tmp_path, policies, work)
 
-
-def test_a_signal_that_another_gateway_took_is_read_by_the_one_policy_alone(tmp_path: Path) -> None:
-    async def work(gateway: Gateway) -> None:
+async def test_a_signal_that_another_gateway_took_is_read_by_the_one_policy_alone(tmp_path: Path) -> None:
+    async with with_policies(tmp_path, 8) as gateway:
         other = Ledger(sqlite_url(tmp_path / "ledger.sqlite"))
         await other.signal(
             f"{NAMES.deployment}/policies/p3", Signal(identity="v2", url="file:///b/v2"), chain_max=1
@@ -213,25 +209,23 @@ def test_a_signal_that_another_gateway_took_is_read_by_the_one_policy_alone(tmp_
         assert [(one.policy, one.snapshot) for one in gateway.replicas.told[told:]] == [("p3", "v2")]
         await gateway.at_rest()
 
-    with_policies(tmp_path, 8, work)
 
-
-def test_lines_of_the_log_about_a_policy_name_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_lines_of_the_log_about_a_policy_name_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level("INFO")
 
-    async def work(gateway: Gateway) -> None:
+    async with with_policies(tmp_path, 2):
         lines = [record.message for record in caplog.records if record.name == "midstream.fleet.loop"]
         for name in ("p0", "p1"):
             assert f"replica-0, policy {name} serves snapshot v1" in lines
             assert f"replica-0, policy {name} joins with snapshot v1" in lines
 
-    with_policies(tmp_path, 2, work)
 
-
-def test_what_a_ledger_that_is_away_could_not_say_is_asked_again(tmp_path: Path) -> None:
+async def test_what_a_ledger_that_is_away_could_not_say_is_asked_again(tmp_path: Path) -> None:
     """A reconciler that could not read the ledger is not told a second time that it changed."""
 
-    async def work(gateway: Gateway) -> None:
+    async with with_policies(tmp_path, 2) as gateway:
         policy = gateway.deployments.known(f"{NAMES.deployment}/policies/p1")
         assert policy is not None
         await gateway.ledger.signal(policy.name, Signal(identity="v2", url="file:///b/v2"))
@@ -242,11 +236,9 @@ def test_what_a_ledger_that_is_away_could_not_say_is_asked_again(tmp_path: Path)
         gateway.ledger.away = False
         await gateway.until(lambda: gateway.serves("p1", "v2"))
 
-    with_policies(tmp_path, 2, work)
 
-
-def test_policies_that_are_made_and_ended_elsewhere_come_and_go(tmp_path: Path) -> None:
-    async def work(gateway: Gateway) -> None:
+async def test_policies_that_are_made_and_ended_elsewhere_come_and_go(tmp_path: Path) -> None:
+    async with with_policies(tmp_path, 4) as gateway:
         other = Ledger(sqlite_url(tmp_path / "ledger.sqlite"))
         name = f"{NAMES.deployment}/policies/new"
         for _ in range(2):
@@ -260,5 +252,3 @@ def test_policies_that_are_made_and_ended_elsewhere_come_and_go(tmp_path: Path) 
         other.close()
         names = [policy.policy for policy in gateway.deployments.policies()]
         assert names == [f"p{number}" for number in range(4)]
-
-    with_policies(tmp_path, 4, work)

@@ -8,7 +8,8 @@ import json
 import os
 import signal
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -191,19 +192,15 @@ async def disturbed_once(
     return lost
 
 
-def run(server: Server, main: Callable[[httpx.AsyncClient], Awaitable[None]]) -> None:
-    async def bounded() -> None:
-        limits = httpx.Limits(max_connections=None)
-        async with (
-            asyncio.timeout(DEADLINE_S),
-            httpx.AsyncClient(
-                base_url=server.url, timeout=DEADLINE_S, limits=limits, trust_env=False
-            ) as http,
-        ):
-            await until_all_serve(http)
-            await main(http)
-
-    asyncio.run(bounded())
+@asynccontextmanager
+async def run(server: Server) -> AsyncIterator[httpx.AsyncClient]:
+    limits = httpx.Limits(max_connections=None)
+    async with (
+        asyncio.timeout(DEADLINE_S),
+        httpx.AsyncClient(base_url=server.url, timeout=DEADLINE_S, limits=limits, trust_env=False) as http,
+    ):
+        await until_all_serve(http)
+        yield http
 
 
 async def until_all_serve(http: httpx.AsyncClient) -> None:
@@ -245,8 +242,8 @@ def assert_all_went_on(streams: list[Stream], expected: list[dict[int, list[Any]
     assert any(stream.resumed for stream in streams)
 
 
-def test_a_killed_replicas_streams_go_on_elsewhere_token_for_token(served: Server) -> None:
-    async def main(http: httpx.AsyncClient) -> None:
+async def test_a_killed_replicas_streams_go_on_elsewhere_token_for_token(served: Server) -> None:
+    async with run(served) as http:
         expected = await whole(http, served.model)
         path, body = bodies(served.model)[0]
         body = {**body, "stream": False}
@@ -263,13 +260,11 @@ def test_a_killed_replicas_streams_go_on_elsewhere_token_for_token(served: Serve
         for answer in await asyncio.gather(*asked):
             assert answer.json()["choices"] == plain
 
-    run(served, main)
-
 
 @pytest.mark.variant
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-def test_streams_of_a_dead_or_hung_engine_go_on_elsewhere(served: Server, how: signal.Signals) -> None:
-    async def main(http: httpx.AsyncClient) -> None:
+async def test_streams_of_a_dead_or_hung_engine_go_on_elsewhere(served: Server, how: signal.Signals) -> None:
+    async with run(served) as http:
         expected = await whole(http, served.model, FEW)
 
         def kill(pid: int) -> None:
@@ -277,8 +272,6 @@ def test_streams_of_a_dead_or_hung_engine_go_on_elsewhere(served: Server, how: s
 
         streams, lost = await disturbed(http, served, kill, FEW, engine)
         assert_all_went_on(streams, expected, lost)
-
-    run(served, main)
 
 
 class Agent:
@@ -307,8 +300,8 @@ async def in_flight(http: httpx.AsyncClient, replica: str) -> int:
     return next(int(row["in_flight"]) for row in rows if row["name"] == replica)
 
 
-def test_no_client_of_a_known_session_sees_that_an_engine_died(served: Server) -> None:
-    async def main(http: httpx.AsyncClient) -> None:
+async def test_no_client_of_a_known_session_sees_that_an_engine_died(served: Server) -> None:
+    async with run(served) as http:
         agents = [Agent(http, served.model, number) for number in range(AGENTS)]
         for _ in range(ATTEMPTS):
             pids = await processes(served, engine)
@@ -329,12 +322,10 @@ def test_no_client_of_a_known_session_sees_that_an_engine_died(served: Server) -
         assert moved
         await asyncio.gather(*(agent.turn() for agent in agents))
 
-    run(served, main)
-
 
 @pytest.mark.variant
-def test_streams_of_a_replica_that_does_not_answer_any_more_go_on_elsewhere(served: Server) -> None:
-    async def main(http: httpx.AsyncClient) -> None:
+async def test_streams_of_a_replica_that_does_not_answer_any_more_go_on_elsewhere(served: Server) -> None:
+    async with run(served) as http:
         expected = await whole(http, served.model, FEW)
         stopped: list[int] = []
 
@@ -352,12 +343,10 @@ def test_streams_of_a_replica_that_does_not_answer_any_more_go_on_elsewhere(serv
         finally:
             go_on()
 
-    run(served, main)
-
 
 @pytest.mark.variant
-def test_an_unseeded_stream_keeps_the_seed_it_was_given(served: Server) -> None:
-    async def main(http: httpx.AsyncClient) -> None:
+async def test_an_unseeded_stream_keeps_the_seed_it_was_given(served: Server) -> None:
+    async with run(served) as http:
         body = {
             "model": served.model,
             "prompt": "By chance",
@@ -375,8 +364,6 @@ def test_an_unseeded_stream_keeps_the_seed_it_was_given(served: Server) -> None:
         again = Stream(stream.path, {**body, "seed": seed})
         await again.run(http)
         assert again.by_choice() == stream.by_choice()
-
-    run(served, main)
 
 
 async def killed_under(served: Server, http: httpx.AsyncClient, body: dict[str, Any]) -> tuple[Stream, int]:

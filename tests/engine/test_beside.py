@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import sys
@@ -331,7 +330,7 @@ def test_an_urgent_request_is_the_replicas_own_and_no_users_tokens(tiny_model: C
     assert (core.stats().prompt_tokens, core.stats().generated_tokens) == (8, 2)
 
 
-def test_what_was_announced_for_a_commit_that_is_refused_holds_for_no_later_one() -> None:
+async def test_what_was_announced_for_a_commit_that_is_refused_holds_for_no_later_one() -> None:
     """Labels of other snapshots would change with it."""
     made: list[m.Command] = []
 
@@ -341,12 +340,9 @@ def test_what_was_announced_for_a_commit_that_is_refused_holds_for_no_later_one(
             raise StagingFailed("it is not the staged snapshot")
         return m.CallDone(len(made), timing=SwapTiming(snapshot="s3", pause_ms=0.0))
 
-    async def main() -> None:
-        slot = _PolicySlot("p", call, made.append)
-        slot.announce("its files", [("s2", "s2@1")])
-        with pytest.raises(StagingFailed):
-            await slot.commit("s2")
-        await slot.commit("s3")
-
-    asyncio.run(main())
+    slot = _PolicySlot("p", call, made.append)
+    slot.announce("its files", [("s2", "s2@1")])
+    with pytest.raises(StagingFailed):
+        await slot.commit("s2")
+    await slot.commit("s3")
     assert made == [m.Commit(1, "s2", "p", "its files", (("s2", "s2@1"),)), m.Commit(2, "s3", "p")]

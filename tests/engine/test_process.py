@@ -11,7 +11,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -37,21 +38,15 @@ pytestmark = pytest.mark.slow
 Body = Callable[[EmbeddedEngine], Coroutine[Any, Any, None]]
 
 
-def with_engine(
-    model: Path,
-    body: Body,
-    settings: EngineSettings | None = None,
-) -> None:
-    async def main() -> None:
-        engine = EmbeddedEngine(model, settings or EngineSettings(kv_cache_tokens=8192))
-        await engine.start()
-        try:
-            await body(engine)
-        finally:
-            await engine.close()
-        assert engine.pid is None
-
-    asyncio.run(main())
+@asynccontextmanager
+async def with_engine(model: Path, settings: EngineSettings | None = None) -> AsyncIterator[EmbeddedEngine]:
+    engine = EmbeddedEngine(model, settings or EngineSettings(kv_cache_tokens=8192))
+    await engine.start()
+    try:
+        yield engine
+    finally:
+        await engine.close()
+    assert engine.pid is None
 
 
 @pytest.fixture(scope="module")
@@ -219,12 +214,12 @@ def test_a_pause_stops_steps_and_a_resume_loses_nothing(with_shared: Callable[[B
     with_shared(body)
 
 
-def test_a_paused_engine_computes_urgent_requests_alone_also_when_they_need_the_blocks_of_others(
+async def test_a_paused_engine_computes_urgent_requests_alone_also_when_they_need_the_blocks_of_others(
     tiny_model: Callable[..., Path],
 ) -> None:
     long = [i % 250 for i in range(200)]
 
-    async def body(engine: EmbeddedEngine) -> None:
+    async with with_engine(tiny_model(), EngineSettings(kv_cache_tokens=256)) as engine:
         expected = await records(engine, request("a", long, max_tokens=50, echo=0))
         task = asyncio.create_task(records(engine, request("b", long, max_tokens=50, echo=0)))
         await asyncio.sleep(0)
@@ -242,8 +237,6 @@ def test_a_paused_engine_computes_urgent_requests_alone_also_when_they_need_the_
         assert 0 < pause_ms <= 1e3 * (time.perf_counter() - before), "the pause before it is not the switch's"
         await engine.resume()
         assert [r.token_id for r in await task] == [r.token_id for r in expected]
-
-    with_engine(tiny_model(), body, EngineSettings(kv_cache_tokens=256))
 
 
 def test_an_aborted_request_ends_with_what_it_has(with_shared: Callable[[Body], None]) -> None:
@@ -263,10 +256,10 @@ def test_an_aborted_request_ends_with_what_it_has(with_shared: Callable[[Body], 
     with_shared(body)
 
 
-def test_when_the_process_is_killed_streams_raise_and_a_new_start_serves_again(
+async def test_when_the_process_is_killed_streams_raise_and_a_new_start_serves_again(
     tiny_model: Callable[..., Path],
 ) -> None:
-    async def body(engine: EmbeddedEngine) -> None:
+    async with with_engine(tiny_model()) as engine:
         reasons: list[str] = []
         told = asyncio.Event()
 
@@ -288,8 +281,6 @@ def test_when_the_process_is_killed_streams_raise_and_a_new_start_serves_again(
             await records(engine, request("early", [1], max_tokens=1, echo=0))
         await engine.start()
         assert len(await records(engine, request("again", [1, 2, 3], max_tokens=5, echo=0))) == 5
-
-    with_engine(tiny_model(), body)
 
 
 @pytest.mark.variant
@@ -386,10 +377,10 @@ def test_files_that_are_never_finished_hold_up_nothing(
     with_shared(body)
 
 
-def test_an_engine_that_dies_while_files_are_made_refuses_the_snapshot_and_starts_again(
+async def test_an_engine_that_dies_while_files_are_made_refuses_the_snapshot_and_starts_again(
     tiny_model: Callable[..., Path],
 ) -> None:
-    async def body(engine: EmbeddedEngine) -> None:
+    async with with_engine(tiny_model()) as engine:
         engine.stage_ahead("lost", tiny_model(seed=1))
         assert engine.pid is not None
         os.kill(engine.pid, signal.SIGKILL)
@@ -399,8 +390,6 @@ def test_an_engine_that_dies_while_files_are_made_refuses_the_snapshot_and_start
         engine.stage_ahead("lost", tiny_model(seed=1))
         await engine.start()
         await engine.stage("again", tiny_model(seed=1))
-
-    with_engine(tiny_model(), body)
 
 
 def test_a_choice_that_is_ended_gives_no_further_event_and_the_iterator_ends_with_the_last(
@@ -438,7 +427,7 @@ def test_events_that_have_arrived_of_a_choice_that_is_ended_are_not_given(
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the engine's memory from /proc")
 @pytest.mark.parametrize("kernels", ["native", variant("torch")])
-def test_swapping_again_and_again_does_not_grow_the_process(
+async def test_swapping_again_and_again_does_not_grow_the_process(
     tmp_path: Path, kernels: Literal["native", "torch"]
 ) -> None:
     needs_compiler(kernels)
@@ -460,12 +449,10 @@ def test_swapping_again_and_again_does_not_grow_the_process(
     # Models.
     held: list[float] = []
 
-    async def body(engine: EmbeddedEngine) -> None:
+    async with with_engine(tmp_path, EngineSettings(kernels=kernels, kv_cache_tokens=64)) as engine:
         for number in range(16):
             await engine.stage(f"step-{number}", tmp_path)
             await engine.commit(f"step-{number}")
             held.append(anonymous_bytes(engine.pid) / size)
-
-    with_engine(tmp_path, body, EngineSettings(kernels=kernels, kv_cache_tokens=64))
     # The allocator takes what it keeps for later swaps within the first three.
     assert min(held[8:]) - min(held[3:8]) < 3, held

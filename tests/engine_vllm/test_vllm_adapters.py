@@ -457,48 +457,39 @@ async def test_prompts_are_scored_under_the_policys_adapter(tmp_path: Path) -> N
 class TestTheProofAtTheStart:
     """What a server was not seen to do, it is not trusted with."""
 
-    def test_with_adapters_there_are_no_full_snapshots_and_nothing_of_the_proof_is_left(
+    async def test_with_adapters_there_are_no_full_snapshots_and_nothing_of_the_proof_is_left(
         self, tmp_path: Path
     ) -> None:
-        async def main() -> None:
-            async with attached(tmp_path, places=3) as (engine, fake):
-                card = (await engine.start()).card
-                assert card.has("policies")
-                assert not card.has("full_snapshots")
-                assert card.has("policy_crossing")
-                assert "which midstream starts itself" in card.why["full_snapshots"]
-                assert fake.adapters == {}
-                assert not (tmp_path / "cache" / FOLDER).exists()
-                with pytest.raises(StagingFailed, match="no full weights"):
-                    await engine.stage("full", write_weights(tmp_path / "full", 1))
+        async with attached(tmp_path, places=3) as (engine, fake):
+            card = (await engine.start()).card
+            assert card.has("policies")
+            assert not card.has("full_snapshots")
+            assert card.has("policy_crossing")
+            assert "which midstream starts itself" in card.why["full_snapshots"]
+            assert fake.adapters == {}
+            assert not (tmp_path / "cache" / FOLDER).exists()
+            with pytest.raises(StagingFailed, match="no full weights"):
+                await engine.stage("full", write_weights(tmp_path / "full", 1))
 
-        asyncio.run(main())
+    async def test_without_the_flag_there_are_no_policies(self, tmp_path: Path) -> None:
+        async with attached(tmp_path) as (engine, _):
+            card = (await engine.start()).card
+            assert (card.has("policies"), card.has("full_snapshots")) == (False, True)
+            assert card.why["policies"] == "vLLM runs without --enable-lora"
+            with pytest.raises(StagingFailed, match="without --enable-lora"):
+                await publish(engine, tmp_path, "red", 1)
 
-    def test_without_the_flag_there_are_no_policies(self, tmp_path: Path) -> None:
-        async def main() -> None:
-            async with attached(tmp_path) as (engine, _):
-                card = (await engine.start()).card
-                assert (card.has("policies"), card.has("full_snapshots")) == (False, True)
-                assert card.why["policies"] == "vLLM runs without --enable-lora"
-                with pytest.raises(StagingFailed, match="without --enable-lora"):
-                    await publish(engine, tmp_path, "red", 1)
-
-        asyncio.run(main())
-
-    def test_a_map_that_vllm_leaves_out_is_refused_by_its_name(self, tmp_path: Path) -> None:
+    async def test_a_map_that_vllm_leaves_out_is_refused_by_its_name(self, tmp_path: Path) -> None:
         def deaf(fake: FakeVllm) -> None:
             fake.ignored = {"down_proj"}
 
-        async def main() -> None:
-            async with attached(tmp_path, places=2, set_up=deaf) as (engine, _):
-                await publish(engine, tmp_path, "red", 1)
-                directory = write_adapter(tmp_path / "deaf", 1, "mlp.down_proj")
-                with pytest.raises(
-                    StagingFailed, match=r"model\.layers\.0\.mlp\.down_proj: this vLLM was not seen"
-                ):
-                    await engine.slot("red").stage("red-2", directory)
-
-        asyncio.run(main())
+        async with attached(tmp_path, places=2, set_up=deaf) as (engine, _):
+            await publish(engine, tmp_path, "red", 1)
+            directory = write_adapter(tmp_path / "deaf", 1, "mlp.down_proj")
+            with pytest.raises(
+                StagingFailed, match=r"model\.layers\.0\.mlp\.down_proj: this vLLM was not seen"
+            ):
+                await engine.slot("red").stage("red-2", directory)
 
     @pytest.mark.parametrize("how", ["refuses", "ignores"])
     def test_a_server_that_takes_no_adapters_serves_full_snapshots_and_says_why(
@@ -520,29 +511,23 @@ class TestTheProofAtTheStart:
 
         asyncio.run(main())
 
-    def test_a_server_that_gives_the_base_weights_an_adapter_is_not_used(self, tmp_path: Path) -> None:
+    async def test_a_server_that_gives_the_base_weights_an_adapter_is_not_used(self, tmp_path: Path) -> None:
         def leaking(fake: FakeVllm) -> None:
             fake.leaks = True
 
-        async def main() -> None:
-            with pytest.raises(EngineDied, match="beside adapters vLLM gives the base weights"):
-                async with attached(tmp_path, places=2, set_up=leaking):
-                    pass
+        with pytest.raises(EngineDied, match="beside adapters vLLM gives the base weights"):
+            async with attached(tmp_path, places=2, set_up=leaking):
+                pass
 
-        asyncio.run(main())
-
-    def test_experts_on_a_cpu_are_refused_before_they_end_the_server(self, tmp_path: Path) -> None:
+    async def test_experts_on_a_cpu_are_refused_before_they_end_the_server(self, tmp_path: Path) -> None:
         def small(fake: FakeVllm) -> None:
             fake.cpu = True
 
-        async def main() -> None:
-            with pytest.raises(EngineDied, match="cannot compute a model with experts"):
-                async with attached(tmp_path, places=2, set_up=small):
-                    pass
-            async with attached(tmp_path, set_up=small):
+        with pytest.raises(EngineDied, match="cannot compute a model with experts"):
+            async with attached(tmp_path, places=2, set_up=small):
                 pass
-
-        asyncio.run(main())
+        async with attached(tmp_path, set_up=small):
+            pass
 
 
 POLICIES = ("red", "blue")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import importlib.util
 import itertools
 import json
@@ -460,19 +459,16 @@ async def test_a_server_without_the_proof_gives_one_number_and_its_card_says_why
         assert math.isnan(record.sampling_logprob)
 
 
-def test_a_server_whose_ranks_draw_unlike_tokens_is_not_used(tmp_path: Path) -> None:
+async def test_a_server_whose_ranks_draw_unlike_tokens_is_not_used(tmp_path: Path) -> None:
     """Each computes the next step with what it drew, and the first one's tokens are answered."""
 
     def set_up(fake: FakeVllm) -> None:
         both(fake)
         fake.ranks, fake.other_seed = 2, "0"
 
-    async def main() -> None:
+    with pytest.raises(EngineDied, match="ranks have seeds 0, 7"):
         async with attached(tmp_path, set_up=set_up):
             raise AssertionError("it was used")
-
-    with pytest.raises(EngineDied, match="ranks have seeds 0, 7"):
-        asyncio.run(main())
 
 
 async def test_an_answer_that_lacks_the_second_number_ends_its_request_alone(tmp_path: Path) -> None:

@@ -227,7 +227,7 @@ async def test_what_arrived_before_a_choice_was_ended_is_not_told_after(tmp_path
         assert sum(len(event.tokens) for event in rest) == 9
 
 
-def test_a_choice_that_is_ended_while_it_connects_is_not_left_running(
+async def test_a_choice_that_is_ended_while_it_connects_is_not_left_running(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from midstream.engine.servers import engine as module
@@ -240,18 +240,15 @@ def test_a_choice_that_is_ended_while_it_connects_is_not_left_running(
         await gate.wait()
         return stream
 
-    async def main() -> None:
-        async with attached(tmp_path) as (engine, fake):
-            reading = Reading(engine, asking(max_tokens=50))
-            await connected.wait()
-            engine.end_choice("r", 0)
-            gate.set()
-            assert (await reading.ended()).events == []
-            await until(lambda: fake.requests and fake.requests[0].gone, "its connection is closed")
-
     gate = asyncio.Event()
     monkeypatch.setattr(module, "open_stream", slowly)
-    asyncio.run(main())
+    async with attached(tmp_path) as (engine, fake):
+        reading = Reading(engine, asking(max_tokens=50))
+        await connected.wait()
+        engine.end_choice("r", 0)
+        gate.set()
+        assert (await reading.ended()).events == []
+        await until(lambda: fake.requests and fake.requests[0].gone, "its connection is closed")
 
 
 async def test_a_resumed_request_goes_on_behind_what_was_emitted(tmp_path: Path) -> None:
@@ -636,7 +633,7 @@ async def test_what_vllm_cannot_do_is_an_error_of_the_request(tmp_path: Path) ->
         assert fake.requests == []
 
 
-def test_a_client_that_leaves_while_it_connects_leaves_nothing_running(
+async def test_a_client_that_leaves_while_it_connects_leaves_nothing_running(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also in the very step in which the connection is there."""
@@ -649,14 +646,11 @@ def test_a_client_that_leaves_while_it_connects_leaves_nothing_running(
         readings[0].task.cancel()
         return stream
 
-    async def main() -> None:
-        async with attached(tmp_path) as (engine, fake):
-            readings.append(Reading(engine, asking(max_tokens=50)))
-            await asyncio.wait((readings[0].task,))
-            await until(lambda: fake.requests and fake.requests[0].gone, "its connection is closed")
-
     monkeypatch.setattr(module, "open_stream", and_leave)
-    asyncio.run(main())
+    async with attached(tmp_path) as (engine, fake):
+        readings.append(Reading(engine, asking(max_tokens=50)))
+        await asyncio.wait((readings[0].task,))
+        await until(lambda: fake.requests and fake.requests[0].gone, "its connection is closed")
 
 
 @pytest.mark.parametrize("how", ["refuse", "close", "odd"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import importlib
 import io
@@ -530,20 +529,17 @@ async def test_routes_of_a_prompt_come_with_its_scores(tmp_path: Path) -> None:
     ("fault", "why"),
     [("notes_routes", "routes of 0 passes"), ("misplaces_routes", "1 passes from position")],
 )
-def test_a_token_without_its_route_ends_its_request_alone(tmp_path: Path, fault: str, why: str) -> None:
-    async def main() -> None:
-        async with attached(tmp_path, set_up=noting) as (engine, fake):
-            reading, (request,) = await begun(engine, fake, routed("r"))
-            plain, (other,) = await begun(engine, fake, asking("plain"))
-            request.step()
-            await until(lambda: len(reading.records()) == 1)
-            setattr(fake, fault, 1 - getattr(fake, fault))
-            request.step()
-            assert why in (await reading.ended()).errors[0]
-            other.to_the_end()
-            assert (await plain.ended()).errors == []
-
-    asyncio.run(main())
+async def test_a_token_without_its_route_ends_its_request_alone(tmp_path: Path, fault: str, why: str) -> None:
+    async with attached(tmp_path, set_up=noting) as (engine, fake):
+        reading, (request,) = await begun(engine, fake, routed("r"))
+        plain, (other,) = await begun(engine, fake, asking("plain"))
+        request.step()
+        await until(lambda: len(reading.records()) == 1)
+        setattr(fake, fault, 1 - getattr(fake, fault))
+        request.step()
+        assert why in (await reading.ended()).errors[0]
+        other.to_the_end()
+        assert (await plain.ended()).errors == []
 
 
 async def card_of_one_that(lacks: str, value: Any, directory: Path) -> EngineCard:

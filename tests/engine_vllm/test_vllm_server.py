@@ -8,7 +8,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -63,15 +64,13 @@ def make(fake: Fake, url: str | None = None, served_name: str = "tiny", **settin
     )
 
 
-def with_server(server: VllmServer, check: Callable[[VllmServer], Awaitable[None]]) -> None:
-    async def run() -> None:
-        await server.start()
-        try:
-            await check(server)
-        finally:
-            await server.close()
-
-    asyncio.run(run())
+@asynccontextmanager
+async def with_server(server: VllmServer) -> AsyncIterator[VllmServer]:
+    await server.start()
+    try:
+        yield server
+    finally:
+        await server.close()
 
 
 def failing(server: VllmServer) -> str:
@@ -96,7 +95,7 @@ def all_gone(fake: Fake) -> None:
 
 
 class TestStart:
-    def test_says_what_it_is(self, fake: Fake) -> None:
+    async def test_says_what_it_is(self, fake: Fake) -> None:
         server = make(fake)
 
         async def check(server: VllmServer) -> None:
@@ -105,13 +104,14 @@ class TestStart:
             assert server.headers == ""
             assert not server.returns_routes
 
-        with_server(server, check)
+        async with with_server(server):
+            await check(server)
         assert server.pid is None
 
-    def test_command_line_and_environment(self, fake: Fake) -> None:
+    async def test_command_line_and_environment(self, fake: Fake) -> None:
         settings = {"args": ("--dtype", "float32"), "env": {"VLLM_API_KEY": "secret", "DO_NOT_TRACK": "0"}}
 
-        async def check(server: VllmServer) -> None:
+        async with with_server(make(fake, **settings)) as server:
             given = fake.given()
             assert given["argv"][2:5] == ["vllm.entrypoints.openai.api_server", "--model", str(MODEL)]
             assert given["argv"][-2:] == ["--dtype", "float32"]
@@ -121,9 +121,7 @@ class TestStart:
             assert server.headers == "authorization: Bearer secret\r\n"
             assert not any(b"secret" in command_of(pid) for pid in fake.pids().values())
 
-        with_server(make(fake, **settings), check)
-
-    def test_every_start_has_its_own_seed(self, fake: Fake) -> None:
+    async def test_every_start_has_its_own_seed(self, fake: Fake) -> None:
         seeds = []
 
         async def check(server: VllmServer) -> None:
@@ -131,27 +129,25 @@ class TestStart:
             seeds.append(argv[argv.index("--seed") + 1])
 
         server = make(fake)
-        with_server(server, check)
-        with_server(server, check)
+        for _ in range(2):
+            async with with_server(server):
+                await check(server)
         assert len(set(seeds)) == 2
 
-    def test_a_slow_one_is_waited_for(self, fake: Fake) -> None:
+    async def test_a_slow_one_is_waited_for(self, fake: Fake) -> None:
         (fake.folder / "wait").touch()
 
-        async def run() -> None:
-            server = make(fake)
-            starting = asyncio.create_task(server.start())
-            await asyncio.to_thread(until, (fake.folder / "pids").exists, "the server runs")
-            # It is asked, and refuses the connection.
-            for _ in range(3):
-                await asyncio.sleep(server_module.START_POLL_S)
-                assert not starting.done()
-            (fake.folder / "wait").unlink()
-            await soon(starting)  # type: ignore[arg-type]
-            assert server.max_model_len == 2048
-            await server.close()
-
-        asyncio.run(run())
+        server = make(fake)
+        starting = asyncio.create_task(server.start())
+        await asyncio.to_thread(until, (fake.folder / "pids").exists, "the server runs")
+        # It is asked, and refuses the connection.
+        for _ in range(3):
+            await asyncio.sleep(server_module.START_POLL_S)
+            assert not starting.done()
+        (fake.folder / "wait").unlink()
+        await soon(starting)  # type: ignore[arg-type]
+        assert server.max_model_len == 2048
+        await server.close()
         all_gone(fake)
 
     def test_one_that_never_comes_up_is_given_up(self, fake: Fake) -> None:
@@ -161,17 +157,14 @@ class TestStart:
         assert "not ready within 6 s (vllm.load_s_max)" in said
         all_gone(fake)
 
-    def test_cancelled_it_leaves_nothing(self, fake: Fake) -> None:
+    async def test_cancelled_it_leaves_nothing(self, fake: Fake) -> None:
         (fake.folder / "wait").touch()
 
-        async def run() -> None:
-            starting = asyncio.create_task(make(fake).start())
-            await asyncio.to_thread(until, (fake.folder / "pids").exists, "the server runs")
-            starting.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await starting
-
-        asyncio.run(run())
+        starting = asyncio.create_task(make(fake).start())
+        await asyncio.to_thread(until, (fake.folder / "pids").exists, "the server runs")
+        starting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await starting
         all_gone(fake)
 
     def test_an_early_end_is_shown_with_its_log(self, fake: Fake) -> None:
@@ -192,16 +185,14 @@ class TestStart:
         assert "--enable-scale-out" not in said
         all_gone(fake)
 
-    def test_the_last_log_is_kept_beside(self, fake: Fake) -> None:
-        async def check(server: VllmServer) -> None:
-            pass
-
+    async def test_the_last_log_is_kept_beside(self, fake: Fake) -> None:
         server, folder = make(fake), fake.folder / "log"
-        with_server(server, check)
+        async with with_server(server):
+            pass
         first = (folder / "vllm.log").read_text()
         assert "startup complete" in first
         (fake.folder / "exit").write_text("another")
-        failing(server)
+        await asyncio.to_thread(failing, server)
         assert (folder / "vllm.log").read_text() == "another\n"
         assert (folder / "vllm.log.1").read_text() == first
 
@@ -225,18 +216,16 @@ class TestStart:
 class TestEnd:
     """`close`, and each process killed by itself: nothing is left in any case."""
 
-    def test_close(self, fake: Fake) -> None:
-        async def check(server: VllmServer) -> None:
+    async def test_close(self, fake: Fake) -> None:
+        async with with_server(make(fake)) as server:
             pids = fake.pids()
             assert all(running(pid) for pid in pids.values())
             await server.close()
             assert [name for name, pid in pids.items() if running(pid)] == []
             await server.close()
 
-        with_server(make(fake), check)
-
-    def test_close_that_is_cancelled_goes_on(self, fake: Fake) -> None:
-        async def check(server: VllmServer) -> None:
+    async def test_close_that_is_cancelled_goes_on(self, fake: Fake) -> None:
+        async with with_server(make(fake)) as server:
             pids = fake.pids()
             closing = asyncio.create_task(server.close())
             await asyncio.sleep(0)
@@ -246,35 +235,29 @@ class TestEnd:
             await server.close()
             assert [name for name, pid in pids.items() if running(pid)] == []
 
-        with_server(make(fake), check)
-
-    def test_kill(self, fake: Fake) -> None:
-        async def check(server: VllmServer) -> None:
+    async def test_kill(self, fake: Fake) -> None:
+        async with with_server(make(fake)) as server:
             pids = fake.pids()
             server.kill()
             assert "ended with code -9" in await soon(server.wait_ended())
             await server.close()
             assert [name for name, pid in pids.items() if running(pid)] == []
 
-        with_server(make(fake), check)
-
     @pytest.mark.parametrize(
         ("victim", "why"),
         [("server", "vLLM ended with code -9"), ("core", "vLLM ended with code 1"), ("keeper", "vLLM ended")],
     )
-    def test_killed(self, fake: Fake, victim: str, why: str) -> None:
-        async def check(server: VllmServer) -> None:
+    async def test_killed(self, fake: Fake, victim: str, why: str) -> None:
+        async with with_server(make(fake)) as server:
             os.kill(fake.pids()[victim], signal.SIGKILL)
             assert why in await soon(server.wait_ended())
             pids = fake.pids()
             await server.close()
             assert [name for name, pid in pids.items() if running(pid)] == []
 
-        with_server(make(fake), check)
-
     @pytest.mark.parametrize("victim", ["server", "core", "worker"])
-    def test_stopped(self, fake: Fake, victim: str) -> None:
-        async def check(server: VllmServer) -> None:
+    async def test_stopped(self, fake: Fake, victim: str) -> None:
+        async with with_server(make(fake)) as server:
             assert not server.is_stopped
             pid = fake.pids()[victim]
             os.kill(pid, signal.SIGSTOP)
@@ -286,18 +269,14 @@ class TestEnd:
             assert not server.is_stopped
             assert not running(pid)
 
-        with_server(make(fake), check)
-
-    def test_it_starts_again(self, fake: Fake) -> None:
-        async def check(server: VllmServer) -> None:
+    async def test_it_starts_again(self, fake: Fake) -> None:
+        async with with_server(make(fake)) as server:
             before = fake.pids()
             os.kill(before["server"], signal.SIGKILL)
             await soon(server.wait_ended())
             await server.start()
             assert not any(running(pid) for pid in before.values())
             assert running(fake.pids()["server"])
-
-        with_server(make(fake), check)
         all_gone(fake)
 
     @pytest.mark.parametrize("group", [False, True], ids=["process", "group"])
@@ -344,25 +323,22 @@ def replica(fake: Fake) -> subprocess.Popen[bytes]:
 
 
 class TestHealth:
-    def test_one_that_stays_sick_is_said_to_have_ended(self, fake: Fake) -> None:
-        async def check(server: VllmServer) -> None:
+    async def test_one_that_stays_sick_is_said_to_have_ended(self, fake: Fake) -> None:
+        async with with_server(make(fake, silence_s_max=0.5)) as server:
             (fake.folder / "sick").touch()
             assert "did not answer /health for 0.5 s" in await soon(server.wait_ended())
-
-        with_server(make(fake, silence_s_max=0.5), check)
         all_gone(fake)
 
-    def test_one_that_says_its_engine_is_dead_is_not_waited_for(self, fake: Fake) -> None:
-        async def check(server: VllmServer) -> None:
+    async def test_one_that_says_its_engine_is_dead_is_not_waited_for(self, fake: Fake) -> None:
+        async with with_server(make(fake, silence_s_max=300.0)) as server:
             (fake.folder / "dead").touch()
             assert "its engine is dead" in await soon(server.wait_ended())
 
-        with_server(make(fake, silence_s_max=300.0), check)
-
-    def test_a_healthy_one_goes_on(self, fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test_a_healthy_one_goes_on(self, fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
         """However long: its silence counts from its last answer."""
 
-        async def check(server: VllmServer) -> None:
+        monkeypatch.setattr(server_module, "HEALTH_POLL_S", 0.05)
+        async with with_server(make(fake, silence_s_max=60.0)) as server:
             asked = 0
             health = server.health
 
@@ -378,9 +354,6 @@ class TestHealth:
                     assert not ended.done()
                     await asyncio.sleep(0.01)
             ended.cancel()
-
-        monkeypatch.setattr(server_module, "HEALTH_POLL_S", 0.05)
-        with_server(make(fake, silence_s_max=60.0), check)
 
 
 #: What an attached server has to be started with.
@@ -414,17 +387,15 @@ class TestAttach:
             process.wait()
         ports.close()
 
-    def test_it_is_left_as_it_is(self, fake: Fake, attached: Callable[..., str]) -> None:
+    async def test_it_is_left_as_it_is(self, fake: Fake, attached: Callable[..., str]) -> None:
         url = attached("--enable-return-routed-experts")
 
-        async def check(server: VllmServer) -> None:
+        async with with_server(make(fake, url + "/")) as server:
             assert (server.url, server.pid) == (url, None)
             # What it calls its model.
             assert server.served_name == "theirs"
             assert server.returns_routes
             server.kill()
-
-        with_server(make(fake, url + "/"), check)
         pids = fake.pids()
         assert all(running(pids[name]) for name in ("server", "core", "worker"))
 
@@ -437,24 +408,20 @@ class TestAttach:
             (("--max-loras", "4"), "True", ""),
         ],
     )
-    def test_whether_it_takes_adapters(
+    async def test_whether_it_takes_adapters(
         self, fake: Fake, attached: Callable[..., str], flags: tuple[str, ...], variable: str, lacks: str
     ) -> None:
         url = attached(*flags, VLLM_ALLOW_RUNTIME_LORA_UPDATING=variable)
 
-        async def check(server: VllmServer) -> None:
+        async with with_server(make(fake, url)) as server:
             assert server.no_adapters.endswith(lacks)
             assert bool(server.no_adapters) == bool(lacks)
             assert server.adapter_places == (4 if flags else 0)
 
-        with_server(make(fake, url), check)
-
-    def test_its_end_is_noticed(self, fake: Fake, attached: Callable[..., str]) -> None:
-        async def check(server: VllmServer) -> None:
+    async def test_its_end_is_noticed(self, fake: Fake, attached: Callable[..., str]) -> None:
+        async with with_server(make(fake, attached(), silence_s_max=300.0)) as server:
             os.kill(fake.pids()["server"], signal.SIGKILL)
             assert "nothing listens at" in await soon(server.wait_ended())
-
-        with_server(make(fake, attached(), silence_s_max=300.0), check)
 
     def test_what_it_lacks_is_named(self, fake: Fake, attached: Callable[..., str]) -> None:
         said = failing(make(fake, attached(scale_out=False, VLLM_SERVER_DEV_MODE="0")))
@@ -485,34 +452,28 @@ class TestAttach:
             assert flag in said
         assert "--logprobs-mode" not in said
 
-    def test_what_is_waited_for_is_said_while_it_loads(
+    async def test_what_is_waited_for_is_said_while_it_loads(
         self, fake: Fake, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
         monkeypatch.setattr(server_module, "SAY_S", 0.01)
         caplog.set_level("INFO")
         (fake.folder / "wait").touch()
 
-        async def run() -> None:
-            server = make(fake)
-            starting = asyncio.create_task(server.start())
-            said = "waiting for vLLM to load the model"
-            await asyncio.to_thread(until, lambda: said in caplog.text, "it is said")
-            (fake.folder / "wait").unlink()
-            await soon(starting)  # type: ignore[arg-type]
-            await server.close()
-
-        asyncio.run(run())
+        server = make(fake)
+        starting = asyncio.create_task(server.start())
+        said = "waiting for vLLM to load the model"
+        await asyncio.to_thread(until, lambda: said in caplog.text, "it is said")
+        (fake.folder / "wait").unlink()
+        await soon(starting)  # type: ignore[arg-type]
+        await server.close()
         assert "30 s at most (vllm.load_s_max)" in caplog.text
         assert "to answer /health" in make(fake, "http://127.0.0.1:1")._waits_for(3.0)
 
-    def test_its_key(self, fake: Fake, attached: Callable[..., str]) -> None:
+    async def test_its_key(self, fake: Fake, attached: Callable[..., str]) -> None:
         url = attached(VLLM_API_KEY="k1")
-        assert "set VLLM_API_KEY in vllm.env" in failing(make(fake, url))
-
-        async def check(server: VllmServer) -> None:
+        assert "set VLLM_API_KEY in vllm.env" in await asyncio.to_thread(failing, make(fake, url))
+        async with with_server(make(fake, url, env={"VLLM_API_KEY": "k1"})) as server:
             assert server.version == "0.32.0"
-
-        with_server(make(fake, url, env={"VLLM_API_KEY": "k1"}), check)
 
     @pytest.mark.parametrize(
         "url", ["https://127.0.0.1:1", "127.0.0.1:80", "http://127.0.0.1:1/v1", "http://"]

@@ -212,7 +212,9 @@ def test_somebody_elses_directory_is_not_used(shm: Path, snapshot: Path) -> None
     assert put(staging, snapshot) == snapshot
 
 
-def test_cancelled_it_leaves_nothing(shm: Path, snapshot: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_cancelled_it_leaves_nothing(
+    shm: Path, snapshot: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     reading, go_on = threading.Event(), threading.Event()
     real = os.readv
 
@@ -223,13 +225,10 @@ def test_cancelled_it_leaves_nothing(shm: Path, snapshot: Path, monkeypatch: pyt
 
     monkeypatch.setattr(module.os, "readv", slow)
 
-    async def run() -> None:
-        putting = asyncio.create_task(Staging(snapshot.parent, shm).put(snapshot))
-        assert await asyncio.to_thread(reading.wait, 20)
-        putting.cancel()
-        asyncio.get_running_loop().call_soon(go_on.set)
-        with pytest.raises(asyncio.CancelledError):
-            await putting
-
-    asyncio.run(run())
+    putting = asyncio.create_task(Staging(snapshot.parent, shm).put(snapshot))
+    assert await asyncio.to_thread(reading.wait, 20)
+    putting.cancel()
+    asyncio.get_running_loop().call_soon(go_on.set)
+    with pytest.raises(asyncio.CancelledError):
+        await putting
     empty(shm)

@@ -68,7 +68,7 @@ def test_every_route_that_changes_something_has_a_line_whoever_calls_it(lines: A
     assert {200, 401, 403} <= {status for *_, status in told}
 
 
-def test_a_key_is_looked_up_once_for_all_that_a_request_needs_it_for(
+async def test_a_key_is_looked_up_once_for_all_that_a_request_needs_it_for(
     lines: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looked_up, caller = [], Authenticator.caller
@@ -86,19 +86,16 @@ def test_a_key_is_looked_up_once_for_all_that_a_request_needs_it_for(
     )
     statuses = []
 
-    async def main() -> None:
-        async with staged(respond_ok, max_body_bytes=100, api_keys=("k",)) as stage:
-            for call in calls:
-                before = len(looked_up)
-                statuses.append((await stage.ask(call)).status)
-                assert len(looked_up) == before + 1, call
-
-    run(main)
+    async with staged(respond_ok, max_body_bytes=100, api_keys=("k",)) as stage:
+        for call in calls:
+            before = len(looked_up)
+            statuses.append((await stage.ask(call)).status)
+            assert len(looked_up) == before + 1, call
     assert statuses == [404, 413, 200]
     assert {line["key"] for line in lines()} == {hashlib.sha256(b"k").hexdigest()[:12]}
 
 
-def test_each_request_of_a_connection_has_the_caller_of_its_own_head(lines: Any) -> None:
+async def test_each_request_of_a_connection_has_the_caller_of_its_own_head(lines: Any) -> None:
     keys = tuple(KeySettings(key=key, scopes=("operate",), tenant=f"team-{key}") for key in "ab")
     offer = "upgrade: h2c\r\nconnection: upgrade\r\n"
     heads = (
@@ -113,14 +110,11 @@ def test_each_request_of_a_connection_has_the_caller_of_its_own_head(lines: Any)
     # Only a request with a body needs a key there.
     pipelined += b"".join(post(b"{}", "/health", head) for head in (heads[2], heads[0], heads[5]))
 
-    async def main() -> None:
-        async with staged(respond_ok, api_keys=keys) as stage:
-            peer = await stage.connect()
-            peer.send(pipelined)
-            for _ in range(len(heads) + 3):
-                await peer.message()
-
-    run(main)
+    async with staged(respond_ok, api_keys=keys) as stage:
+        peer = await stage.connect()
+        peer.send(pipelined)
+        for _ in range(len(heads) + 3):
+            await peer.message()
     tenants = [line["tenant"] for line in lines()]
     assert tenants == ["team-a", "-", "team-b", "-", "team-b", "-", "team-b", "team-a", "-"]
 
@@ -161,29 +155,26 @@ def test_every_tinker_call_that_changes_something_and_is_no_step_has_a_line(line
     }
 
 
-def test_a_line_says_when_who_from_where_what_and_how_it_ended(lines: Any) -> None:
-    async def main() -> None:
-        async with world(keys=(KeySettings(key="key-op", scopes=("operate",), tenant="team-a"),)) as here:
-            name = "x-request-id: r-1\r\n" + TO_OTHER
-            await here.ask("op", "POST", HOT_LOAD_PATH, {"identity": "s1"}, name)
-            await here.ask("op", "POST", HOT_LOAD_PATH, {"identity": "gone"}, "x-midstream-overwrite: 1\r\n")
-            hint = {"identity": "s1", "files": ["config.json"]}
-            await here.ask("op", "POST", f"{HOT_LOAD_PATH}/hint", hint)
-            await here.ask("op", "PATCH", f"{OTHER}/replicas/other-replica-0", {"drain": True, "weight": 0.5})
-            await here.ask("op", "DELETE", "/v1/sessions/a%20b")
-            await here.ask("op", "POST", f"{ONE}:scale", {"replicaCount": 2})
-            addons = f"/v1/{A}/deployedModels?replaceMergedAddon=true"
-            await here.ask("op", "POST", addons, {"model": "no/name", "deployment": "other"})
-            await here.ask("op", "PATCH", ONE, {"deployment": "other", "model": "x"})
-            adapter = {"lora_name": "x", "lora_path": "s3://me:secret@b/x?token=secret", "rank": 1}
-            await here.ask("op", "POST", "/v1/load_lora_adapter", adapter, TO_OTHER)
-            await here.ask("op", "DELETE", f"{OTHER}?hard=true")
-            made = await here.ask("op", "POST", DEPLOYMENTS, {"baseModel": "third-model"})
-            named[:] = [json.loads(made.body)["name"].rpartition("/")[2]]
-            assert not [header for header in made.headers if header.startswith("x-midstream-")]
-
+async def test_a_line_says_when_who_from_where_what_and_how_it_ended(lines: Any) -> None:
     named: list[str] = []
-    run(main)
+    async with world(keys=(KeySettings(key="key-op", scopes=("operate",), tenant="team-a"),)) as here:
+        name = "x-request-id: r-1\r\n" + TO_OTHER
+        await here.ask("op", "POST", HOT_LOAD_PATH, {"identity": "s1"}, name)
+        await here.ask("op", "POST", HOT_LOAD_PATH, {"identity": "gone"}, "x-midstream-overwrite: 1\r\n")
+        hint = {"identity": "s1", "files": ["config.json"]}
+        await here.ask("op", "POST", f"{HOT_LOAD_PATH}/hint", hint)
+        await here.ask("op", "PATCH", f"{OTHER}/replicas/other-replica-0", {"drain": True, "weight": 0.5})
+        await here.ask("op", "DELETE", "/v1/sessions/a%20b")
+        await here.ask("op", "POST", f"{ONE}:scale", {"replicaCount": 2})
+        addons = f"/v1/{A}/deployedModels?replaceMergedAddon=true"
+        await here.ask("op", "POST", addons, {"model": "no/name", "deployment": "other"})
+        await here.ask("op", "PATCH", ONE, {"deployment": "other", "model": "x"})
+        adapter = {"lora_name": "x", "lora_path": "s3://me:secret@b/x?token=secret", "rank": 1}
+        await here.ask("op", "POST", "/v1/load_lora_adapter", adapter, TO_OTHER)
+        await here.ask("op", "DELETE", f"{OTHER}?hard=true")
+        made = await here.ask("op", "POST", DEPLOYMENTS, {"baseModel": "third-model"})
+        named[:] = [json.loads(made.body)["name"].rpartition("/")[2]]
+        assert not [header for header in made.headers if header.startswith("x-midstream-")]
     found = lines()
     (first, *_) = found
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}\+00:00", first.pop("time"))
@@ -213,12 +204,9 @@ def test_a_line_says_when_who_from_where_what_and_how_it_ended(lines: Any) -> No
     ]
 
 
-def test_without_keys_nobody_is_named(lines: Any) -> None:
-    async def main() -> None:
-        async with world(keys=()) as here:
-            await here.ask("presented", "DELETE", f"{ONE}/ledger")
-
-    run(main)
+async def test_without_keys_nobody_is_named(lines: Any) -> None:
+    async with world(keys=()) as here:
+        await here.ask("presented", "DELETE", f"{ONE}/ledger")
     (line,) = lines()
     assert (line["key"], line["tenant"], line["status"]) == ("-", "-", 200)
 
@@ -242,15 +230,12 @@ SECRET_CALLS = [
 ]  # fmt: skip
 
 
-def test_no_secret_reaches_any_line(lines: Any, caplog: pytest.LogCaptureFixture) -> None:
+async def test_no_secret_reaches_any_line(lines: Any, caplog: pytest.LogCaptureFixture) -> None:
     keys = (KeySettings(key="key-op", scopes=("operate", "publish")),)
 
-    async def main() -> None:
-        async with world(keys=keys) as here:
-            for call in SECRET_CALLS:
-                assert (await here.stage.ask(call)).status >= 400
-
-    run(main)
+    async with world(keys=keys) as here:
+        for call in SECRET_CALLS:
+            assert (await here.stage.ask(call)).status >= 400
     assert len(lines()) == len(SECRET_CALLS)
     assert [line["key"] for line in lines()[:3]] == ["unknown"] * 3
     assert "key-op" not in caplog.text
@@ -295,94 +280,79 @@ def test_no_client_forges_a_line_or_makes_a_long_one(text: str, lines: Any, tmp_
     assert max(map(len, written.splitlines())) < LINE_MAX
 
 
-def test_what_is_refused_before_its_body_is_read_has_a_line_too(lines: Any) -> None:
-    async def main() -> None:
-        async with staged(respond_ok, max_body_bytes=10, max_header_bytes=400, api_keys=("k",)) as stage:
-            key = "x-api-key: k\r\n"
-            statuses = [
-                (await stage.ask(post(b"x" * 11, HOT_LOAD_PATH, key))).status,
-                (await stage.ask(post(b"", HOT_LOAD_PATH, key + "content-encoding: gzip\r\n"))).status,
-                (await stage.ask(post(b"x", HOT_LOAD_PATH, key + "content-encoding: gzip\r\n"))).status,
-                (await stage.ask(post(b"", HOT_LOAD_PATH, key + f"x: {'x' * 400}\r\n"))).status,
-            ]
-            assert statuses == [413, 404, 415, 431]
-
-    run(main)
+async def test_what_is_refused_before_its_body_is_read_has_a_line_too(lines: Any) -> None:
+    async with staged(respond_ok, max_body_bytes=10, max_header_bytes=400, api_keys=("k",)) as stage:
+        key = "x-api-key: k\r\n"
+        statuses = [
+            (await stage.ask(post(b"x" * 11, HOT_LOAD_PATH, key))).status,
+            (await stage.ask(post(b"", HOT_LOAD_PATH, key + "content-encoding: gzip\r\n"))).status,
+            (await stage.ask(post(b"x", HOT_LOAD_PATH, key + "content-encoding: gzip\r\n"))).status,
+            (await stage.ask(post(b"", HOT_LOAD_PATH, key + f"x: {'x' * 400}\r\n"))).status,
+        ]
+        assert statuses == [413, 404, 415, 431]
     assert [line["status"] for line in lines()] == [413, 404, 415, 431]
 
 
-def test_inference_and_reading_have_no_line(lines: Any) -> None:
-    async def main() -> None:
-        async with world() as here:
-            for kind in ("sample", "unknown", None):
-                await here.ask(kind, "POST", "/v1/completions", {})
-                await here.ask(kind, "GET", HOT_LOAD_PATH)
-                await here.ask(kind, "HEAD", "/metrics")
-
-    run(main)
+async def test_inference_and_reading_have_no_line(lines: Any) -> None:
+    async with world() as here:
+        for kind in ("sample", "unknown", None):
+            await here.ask(kind, "POST", "/v1/completions", {})
+            await here.ask(kind, "GET", HOT_LOAD_PATH)
+            await here.ask(kind, "HEAD", "/metrics")
     assert lines() == []
 
 
-def test_a_call_whose_client_left_before_its_answer_has_a_line(lines: Any) -> None:
-    async def main() -> None:
-        begun, left = asyncio.Event(), asyncio.Event()
+async def test_a_call_whose_client_left_before_its_answer_has_a_line(lines: Any) -> None:
+    begun, left = asyncio.Event(), asyncio.Event()
 
-        async def app(scope: Any, receive: Any, send: Any) -> None:
-            if scope["type"] == "http":
-                begun.set()
-                while (await receive())["type"] != "http.disconnect":
-                    pass
-                left.set()
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "http":
+            begun.set()
+            while (await receive())["type"] != "http.disconnect":
+                pass
+            left.set()
 
-        async with staged(respond_ok, app=app) as stage:
-            peer = await stage.connect()
-            peer.send(post(b'{"identity": "s1"}', HOT_LOAD_PATH))
-            await begun.wait()
-            peer.abort()
-            await left.wait()
-
-    run(main)
+    async with staged(respond_ok, app=app) as stage:
+        peer = await stage.connect()
+        peer.send(post(b'{"identity": "s1"}', HOT_LOAD_PATH))
+        await begun.wait()
+        peer.abort()
+        await left.wait()
     (line,) = lines()
     assert (line["status"], line["client"], line["what"]) == (499, "127.0.0.1", {"identity": "s1"})
 
 
-def test_it_can_be_turned_off_and_a_file_of_it_is_for_its_user_and_may_be_moved(
+async def test_it_can_be_turned_off_and_a_file_of_it_is_for_its_user_and_may_be_moved(
     tmp_path: Path, lines: Any
 ) -> None:
     file = tmp_path / "audit.log"
 
-    async def main() -> None:
-        async with world(keys=()) as here:
-            for where in ("off", str(file), "log"):
-                audit.write_to(where)
-                await here.ask(None, "DELETE", f"{ONE}/ledger")
-                if where == str(file):
-                    file.rename(tmp_path / "audit.log.1")
-                    await here.ask(None, "DELETE", f"{OTHER}/ledger")
-
-    run(main)
+    async with world(keys=()) as here:
+        for where in ("off", str(file), "log"):
+            audit.write_to(where)
+            await here.ask(None, "DELETE", f"{ONE}/ledger")
+            if where == str(file):
+                file.rename(tmp_path / "audit.log.1")
+                await here.ask(None, "DELETE", f"{OTHER}/ledger")
     assert [line["deployment"] for line in lines()] == ["default"]
     kept = [json.loads((tmp_path / name).read_text())["deployment"] for name in ("audit.log.1", "audit.log")]
     assert kept == ["default", "other"]
     assert (tmp_path / "audit.log.1").stat().st_mode & 0o777 == 0o600
 
 
-def test_a_line_that_cannot_be_written_fails_no_call_and_later_ones_are_written(
+async def test_a_line_that_cannot_be_written_fails_no_call_and_later_ones_are_written(
     tmp_path: Path, lines: Any, capfd: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "log" / "audit.log"
     file.parent.mkdir()
 
-    async def main() -> None:
-        async with world(keys=()) as here:
-            audit.write_to(str(file))
-            shutil.rmtree(file.parent)
-            for _ in range(2):
-                assert (await here.ask(None, "DELETE", f"{ONE}/ledger")).status == 200
-            file.parent.mkdir()
-            assert (await here.ask(None, "DELETE", f"{OTHER}/ledger")).status == 200
-
-    run(main)
+    async with world(keys=()) as here:
+        audit.write_to(str(file))
+        shutil.rmtree(file.parent)
+        for _ in range(2):
+            assert (await here.ask(None, "DELETE", f"{ONE}/ledger")).status == 200
+        file.parent.mkdir()
+        assert (await here.ask(None, "DELETE", f"{OTHER}/ledger")).status == 200
     assert json.loads(file.read_text())["deployment"] == "other"
     assert "FileNotFoundError" in capfd.readouterr().err, "standard error says why"
 
@@ -405,13 +375,10 @@ def test_a_quiet_log_still_has_it() -> None:
     assert re.fullmatch(r"\S+ \S+ gateway INFO midstream.audit: a line\n", said.stderr)
 
 
-def test_a_long_number_makes_no_long_line(lines: Any) -> None:
-    async def main() -> None:
-        async with world(keys=()) as here:
-            body = b'{"identity": %s, "weight": -%s, "minReplicaCount": 2}' % (b"9" * 4000, b"9" * 4000)
-            await here.stage.ask(post(body, f"{ONE}/ledger"))
-
-    run(main)
+async def test_a_long_number_makes_no_long_line(lines: Any) -> None:
+    async with world(keys=()) as here:
+        body = b'{"identity": %s, "weight": -%s, "minReplicaCount": 2}' % (b"9" * 4000, b"9" * 4000)
+        await here.stage.ask(post(body, f"{ONE}/ledger"))
     (line,) = lines()
     assert line["what"]["minReplicaCount"] == 2
     for text in (line["what"]["identity"], line["what"]["weight"]):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -73,28 +73,27 @@ class Server:
 
 
 @pytest.fixture
-def play(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Callable[[Callable[[Server], Awaitable[None]]], None]:
+def play(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Play:
     monkeypatch.setattr(database, "SYNCHRONOUS", "OFF")
 
-    async def run(work: Callable[[Server], Awaitable[None]]) -> None:
+    @asynccontextmanager
+    async def run() -> AsyncIterator[Server]:
         server = Server(tmp_path)
         try:
             await server.ledger.ensure_deployment(DEPLOYMENT, MODEL, server.bucket, "ASYNC")
-            await work(server)
+            yield server
         finally:
             await server.http.aclose()
             server.ledger.close()
 
-    return lambda work: asyncio.run(run(work))
+    return run
 
 
-Play = Callable[[Callable[[Server], Awaitable[None]]], None]
+Play = Callable[[], AbstractAsyncContextManager[Server]]
 
 
-def test_a_signal_that_one_replicas_engine_cannot_follow_is_refused_and_not_stored(play: Play) -> None:
-    async def work(server: Server) -> None:
+async def test_a_signal_that_one_replicas_engine_cannot_follow_is_refused_and_not_stored(play: Play) -> None:
+    async with play() as server:
         server.report(0, card(kind="embedded", version="0.1.0"))
         server.report(1, card("max_cache_age"))
         answer = await server.signal(reset_prompt_cache={"max_age": 2})
@@ -110,11 +109,9 @@ def test_a_signal_that_one_replicas_engine_cannot_follow_is_refused_and_not_stor
             taken = await server.signal(identity="ab"[number % 2], reset_prompt_cache=policy)
             assert taken.status_code == 200, taken.text
 
-    play(work)
 
-
-def test_engines_that_have_the_feature_or_were_not_heard_of_stop_no_signal(play: Play) -> None:
-    async def work(server: Server) -> None:
+async def test_engines_that_have_the_feature_or_were_not_heard_of_stop_no_signal(play: Play) -> None:
+    async with play() as server:
         for first, second in ((None, None), (card("routes"), None), (card("routes"), card("grammars"))):
             server.report(0, first)
             if second is not None:
@@ -124,8 +121,6 @@ def test_engines_that_have_the_feature_or_were_not_heard_of_stop_no_signal(play:
         desired = await server.desired()
         assert desired is not None
         assert (desired.max_cache_age, desired.reset_prompt_cache) == (0, "none")
-
-    play(work)
 
 
 @pytest.mark.parametrize(
@@ -140,10 +135,10 @@ def test_engines_that_have_the_feature_or_were_not_heard_of_stop_no_signal(play:
         ({"reset_prompt_cache": {"max_age": 1}}, False),
     ],
 )
-def test_an_engine_that_reuses_what_it_likes_takes_only_signals_that_forbid_nothing(
+async def test_an_engine_that_reuses_what_it_likes_takes_only_signals_that_forbid_nothing(
     play: Play, asked: dict[str, Any], refused: bool
 ) -> None:
-    async def work(server: Server) -> None:
+    async with play() as server:
         server.report(0, card("cache_policies"))
         answer = await server.signal(**asked)
         assert answer.status_code == (400 if refused else 200)
@@ -151,11 +146,9 @@ def test_an_engine_that_reuses_what_it_likes_takes_only_signals_that_forbid_noth
             assert answer.json()["error"]["message"].endswith("(feature cache_policies)")
         assert ((await server.desired()) is None) == refused
 
-    play(work)
 
-
-def test_a_model_shows_what_the_engines_that_serve_it_have_in_common(play: Play) -> None:
-    async def work(server: Server) -> None:
+async def test_a_model_shows_what_the_engines_that_serve_it_have_in_common(play: Play) -> None:
+    async with play() as server:
         assert "midstream" not in await server.model()
         # Heard of, its engine not started.
         server.report(0, None)
@@ -186,11 +179,11 @@ def test_a_model_shows_what_the_engines_that_serve_it_have_in_common(play: Play)
         server.replicas.views[0].replica.hear(None)
         assert (await server.model())["midstream"]["engine"]["kind"] == "embedded"
 
-    play(work)
 
-
-def test_full_weights_are_refused_where_policies_stand_on_the_base_and_the_reason_is_told(play: Play) -> None:
-    async def work(server: Server) -> None:
+async def test_full_weights_are_refused_where_policies_stand_on_the_base_and_the_reason_is_told(
+    play: Play,
+) -> None:
+    async with play() as server:
         why = {"full_snapshots": "policies stand on the weights that vLLM began with"}
         server.report(0, msgspec.structs.replace(card("full_snapshots"), why=why))
         answer = await server.signal()
@@ -200,11 +193,9 @@ def test_full_weights_are_refused_where_policies_stand_on_the_base_and_the_reaso
         assert await server.desired() is None
         assert (await server.model())["midstream"]["engine"]["why"] == why
 
-    play(work)
 
-
-def test_health_names_each_replicas_engine(play: Play) -> None:
-    async def work(server: Server) -> None:
+async def test_health_names_each_replicas_engine(play: Play) -> None:
+    async with play() as server:
         server.report(0, card())
         rows = (await server.http.get("/health")).json()["replicas"]
         assert rows[0]["engine"] == "vllm 0.32.0"
@@ -212,11 +203,9 @@ def test_health_names_each_replicas_engine(play: Play) -> None:
         server.report(0, EngineCard(kind="vllm"))
         assert (await server.http.get("/health")).json()["replicas"][0]["engine"] == "vllm"
 
-    play(work)
 
-
-def test_a_policy_is_refused_by_name_wherever_it_is_asked_for_and_none_is_made(play: Any) -> None:
-    async def work(server: Server) -> None:
+async def test_a_policy_is_refused_by_name_wherever_it_is_asked_for_and_none_is_made(play: Any) -> None:
+    async with play() as server:
         server.report(0, card())
         server.report(1, card("policies"))
         adapter = {"lora_name": "red", "lora_path": server.bucket + "/a"}
@@ -237,5 +226,3 @@ def test_a_policy_is_refused_by_name_wherever_it_is_asked_for_and_none_is_made(p
             assert "engine (vllm 0.32.0) does not serve adapters" in error["message"]
             assert "(feature policies)" in error["message"]
         assert not await server.ledger.policies()
-
-    play(work)

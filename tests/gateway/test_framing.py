@@ -7,7 +7,7 @@ import resource
 from collections.abc import Iterator
 
 import pytest
-from gateway_harness import Message, Peer, Stage, post, read_chunk, read_head, run, staged
+from gateway_harness import Message, Peer, Stage, post, read_chunk, read_head, staged
 
 LINES = [
     b"Host: t",
@@ -92,25 +92,20 @@ async def outcome(stage: Stage, reads: list[bytes]) -> tuple[list[bytes], object
     return statuses, [(m.start, sorted(m.headers.items()), m.body) for m in served]
 
 
-def test_any_head_is_served_or_refused_in_the_same_way_however_it_is_cut() -> None:
+async def test_any_head_is_served_or_refused_in_the_same_way_however_it_is_cut() -> None:
     refused = 0
 
-    async def main() -> None:
-        nonlocal refused
+    async def echo(request: Message, peer: Peer) -> None:
+        peer.respond(request.body)
 
-        async def echo(request: Message, peer: Peer) -> None:
-            peer.respond(request.body)
-
-        rng = random.Random(7)
-        async with staged(echo, echo) as stage:
-            for data, _ in zip(requests(rng), range(750), strict=False):
-                cuts = sorted(rng.randint(0, len(data)) for _ in range(rng.choice((1, 3, 9))))
-                reads = [data[a:b] for a, b in zip([0, *cuts], [*cuts, len(data)], strict=True) if a < b]
-                whole = await outcome(stage, [data])
-                assert await outcome(stage, reads) == whole, reads
-                refused += whole[0] == [b"HTTP/1.1 400"]
-
-    run(main)
+    rng = random.Random(7)
+    async with staged(echo, echo) as stage:
+        for data, _ in zip(requests(rng), range(750), strict=False):
+            cuts = sorted(rng.randint(0, len(data)) for _ in range(rng.choice((1, 3, 9))))
+            reads = [data[a:b] for a, b in zip([0, *cuts], [*cuts, len(data)], strict=True) if a < b]
+            whole = await outcome(stage, [data])
+            assert await outcome(stage, reads) == whole, reads
+            refused += whole[0] == [b"HTTP/1.1 400"]
     assert 150 < refused < 600, "requests of both kinds were tried"
 
 
@@ -206,12 +201,12 @@ async def test_a_response_whose_framing_breaks_is_seen_to_be_broken(broken: byte
 
 
 @pytest.mark.slow
-def test_a_thousand_streams_at_once_keep_their_own_bytes() -> None:
+async def test_a_thousand_streams_at_once_keep_their_own_bytes() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     count = 1000
 
-    async def main() -> None:
+    try:
         everyone = asyncio.Barrier(count)
 
         async def handler(request: Message, peer: Peer) -> None:
@@ -231,9 +226,6 @@ def test_a_thousand_streams_at_once_keep_their_own_bytes() -> None:
             streams = await asyncio.gather(*(one(n) for n in range(count)))
             assert streams == [[*(b"data: %d-%d\n\n" % (n, k) for k in range(3)), b""] for n in range(count)]
             assert sum(len(mock.requests) for mock in stage.mocks) == count
-
-    try:
-        run(main)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from typing import Any
 
@@ -123,18 +122,15 @@ def test_the_check_finds_a_field_that_is_gone_from_an_event() -> None:
     assert "created is missing" in str(why)
 
 
-def test_an_app_whose_answer_lacks_a_field_fails_the_test_that_asks_it() -> None:
+async def test_an_app_whose_answer_lacks_a_field_fails_the_test_that_asks_it() -> None:
     async def answer(request: Any) -> JSONResponse:
         return JSONResponse({"is_paused": False})
 
-    async def main() -> None:
-        app = Checked(Starlette(routes=[Route("/is_paused", answer)]))
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://t") as http:
-            with pytest.raises(AssertionError, match="mode is missing"):
-                await http.get("/is_paused")
-        assert len(app.misfits) == 1
-
-    asyncio.run(main())
+    app = Checked(Starlette(routes=[Route("/is_paused", answer)]))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://t") as http:
+        with pytest.raises(AssertionError, match="mode is missing"):
+            await http.get("/is_paused")
+    assert len(app.misfits) == 1
 
 
 def traced() -> Trace:

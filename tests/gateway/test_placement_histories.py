@@ -5,7 +5,6 @@ The reference keeps nothing between two decisions: it reads every fact of every 
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import math
 from collections import Counter
@@ -298,18 +297,15 @@ class History:
         pytest.param(80, placement.ARRAYS_FROM, 10, 120, id="large"),
     ],
 )
-def test_every_decision_is_that_of_the_plain_rules(
+async def test_every_decision_is_that_of_the_plain_rules(
     pool: int, arrays_from: int, histories: int, steps: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(placement, "ARRAYS_FROM", arrays_from)
     decided: Counter[str] = Counter()
 
-    async def live(seed: int) -> None:
+    for seed in range(histories):
         history = History(seed, pool)
         for _ in range(steps):
             history.step()
         decided.update(history.decided)
-
-    for seed in range(histories):
-        asyncio.run(live(seed))
     assert min(decided[reason] for reason in ("sticky", "new", "moved", "balanced", "prefix")) > 20, decided

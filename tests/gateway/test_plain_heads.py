@@ -188,20 +188,17 @@ def test_an_idle_connection_holds_nothing_of_the_exchange_before() -> None:
     assert held() is None
 
 
-def test_a_connection_that_was_refused_does_not_wait_for_a_collection() -> None:
+async def test_a_connection_that_was_refused_does_not_wait_for_a_collection() -> None:
     made: list[weakref.ref[asyncio.Protocol]] = []
 
     async def refused(factory: Callable[[], asyncio.Protocol]) -> None:
         made.append(weakref.ref(factory()))
         raise ConnectionRefusedError
 
-    async def main() -> None:
-        with contextlib.suppress(ConnectionRefusedError):
-            await UpstreamPool(refused, 1).open()
-
     gc.disable()
     try:
-        asyncio.run(main())
+        with contextlib.suppress(ConnectionRefusedError):
+            await UpstreamPool(refused, 1).open()
         assert [one() for one in made] == [None]
     finally:
         gc.enable()

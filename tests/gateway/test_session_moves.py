@@ -449,31 +449,26 @@ async def test_the_last_replica_is_not_told_to_hand_anything_over() -> None:
         assert told(stage) == {}
 
 
-def test_what_was_promised_is_no_room_for_others_until_a_report_may_have_it() -> None:
-    async def main() -> None:
-        now = 0.0
-        facts = DeploymentReplicas([("a", "http://a:1"), ("b", "http://b:1")])
-        replicas = ReplicaSet(facts)
-        mover = Mover(replicas, lambda: now)
-        for view in replicas.views:
-            view.replica.hear(replica_report(view.name, kv_waits=EMPTY, pace=FAST))
-            view.admitted = True
-        placed = [mover.place(handed(needs=4000), "a") for _ in range(3)]
-        assert [found is not None for found in placed] == [True, True, False]
-        now = PROMISED_S
-        found = mover.place(handed(needs=4000), "a")
-        assert found is not None
-        assert found[1].reason == "priced"
-        assert (
-            found[1].explanation == "a hands it over (wait): 2000 tokens cost 2 s there, and 10 s are saved"
-        )
-        # A fleet whose replicas come and go does not collect them.
-        assert list(mover._promised) == [facts.members[1]]
-        facts.set_members([("a", "http://a:1")])
-        await mover.look()
-        assert not mover._promised
-
-    asyncio.run(main())
+async def test_what_was_promised_is_no_room_for_others_until_a_report_may_have_it() -> None:
+    now = 0.0
+    facts = DeploymentReplicas([("a", "http://a:1"), ("b", "http://b:1")])
+    replicas = ReplicaSet(facts)
+    mover = Mover(replicas, lambda: now)
+    for view in replicas.views:
+        view.replica.hear(replica_report(view.name, kv_waits=EMPTY, pace=FAST))
+        view.admitted = True
+    placed = [mover.place(handed(needs=4000), "a") for _ in range(3)]
+    assert [found is not None for found in placed] == [True, True, False]
+    now = PROMISED_S
+    found = mover.place(handed(needs=4000), "a")
+    assert found is not None
+    assert found[1].reason == "priced"
+    assert found[1].explanation == "a hands it over (wait): 2000 tokens cost 2 s there, and 10 s are saved"
+    # A fleet whose replicas come and go does not collect them.
+    assert list(mover._promised) == [facts.members[1]]
+    facts.set_members([("a", "http://a:1")])
+    await mover.look()
+    assert not mover._promised
 
 
 # -- a replica whose time is over

@@ -776,21 +776,20 @@ async def test_what_stayed_and_is_gone_before_its_replica_says_so_is_a_409() -> 
         assert await asked == ("replica-0", "v1")
 
 
-def test_the_replica_that_serves_it_is_lost_and_nobody_else_does(caplog: pytest.LogCaptureFixture) -> None:
+async def test_the_replica_that_serves_it_is_lost_and_nobody_else_does(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     async def die(request: Message, peer: Peer) -> None:
         peer.abort()
 
-    async def main() -> None:
-        async with staged(die, Versioned("v2")) as stage:
-            tell(stage, "v1", "v2", ready=["v1", "v2"])
-            serve(stage, 0, "v1")
-            serve(stage, 1, "v2")
-            answer = await stage.ask(asking(snapshot="v1"))
-            assert (answer.status, answer.error["code"]) == (503, "replica_unavailable")
-            assert not stage.mocks[1].requests
-
     caplog.set_level(logging.CRITICAL)
-    run(main)
+    async with staged(die, Versioned("v2")) as stage:
+        tell(stage, "v1", "v2", ready=["v1", "v2"])
+        serve(stage, 0, "v1")
+        serve(stage, 1, "v2")
+        answer = await stage.ask(asking(snapshot="v1"))
+        assert (answer.status, answer.error["code"]) == (503, "replica_unavailable")
+        assert not stage.mocks[1].requests
 
 
 async def served_when(stage: Stage, request: bytes, comes: Callable[[], None]) -> tuple[str, str]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 
 import msgspec
 import pytest
@@ -113,13 +114,10 @@ class Bed:
         return asyncio.create_task(self.gateways.supervise())
 
 
-def played(count: int, scene: Callable[[Bed], Awaitable[None]]) -> Bed:
-    async def main() -> Bed:
-        bed = Bed(count)
-        await asyncio.wait_for(scene(bed), 60)
-        return bed
-
-    return asyncio.run(main())
+@asynccontextmanager
+async def played(count: int) -> AsyncIterator[Bed]:
+    async with asyncio.timeout(60):
+        yield Bed(count)
 
 
 async def until(holds: Callable[[], bool]) -> None:
@@ -127,8 +125,8 @@ async def until(holds: Callable[[], bool]) -> None:
         await asyncio.sleep(0.005)
 
 
-def test_a_replica_is_wanted_while_a_replaced_gateway_has_requests_on_it() -> None:
-    async def scene(bed: Bed) -> None:
+async def test_a_replica_is_wanted_while_a_replaced_gateway_has_requests_on_it() -> None:
+    async with played(1) as bed:
         supervising = await bed.started()
         [one] = bed.members
         one.says("a", "b")
@@ -143,11 +141,9 @@ def test_a_replica_is_wanted_while_a_replaced_gateway_has_requests_on_it() -> No
         assert bed.wanted[-1] == ["a"], "it has ended"
         supervising.cancel()
 
-    played(1, scene)
 
-
-def test_a_replica_is_wanted_while_any_gateway_wants_it() -> None:
-    async def scene(bed: Bed) -> None:
+async def test_a_replica_is_wanted_while_any_gateway_wants_it() -> None:
+    async with played(2) as bed:
         supervising = await bed.started()
         one, two = bed.members
         assert (one.name, two.name) == ("gateway-0", "gateway-1")
@@ -162,11 +158,9 @@ def test_a_replica_is_wanted_while_any_gateway_wants_it() -> None:
         assert bed.wanted[-1] == ["a", "c"]
         supervising.cancel()
 
-    played(2, scene)
 
-
-def test_a_gateway_that_is_lost_holds_nothing_up_and_comes_back_into_what_there_is() -> None:
-    async def scene(bed: Bed) -> None:
+async def test_a_gateway_that_is_lost_holds_nothing_up_and_comes_back_into_what_there_is() -> None:
+    async with played(2) as bed:
         supervising = await bed.started()
         one, two = bed.members
         one.says("a", "b")
@@ -189,11 +183,9 @@ def test_a_gateway_that_is_lost_holds_nothing_up_and_comes_back_into_what_there_
         assert one.told == [RUNNING, RUNNING]
         supervising.cancel()
 
-    played(2, scene)
 
-
-def test_while_no_gateway_is_up_what_was_wanted_stays_so() -> None:
-    async def scene(bed: Bed) -> None:
+async def test_while_no_gateway_is_up_what_was_wanted_stays_so() -> None:
+    async with played(1) as bed:
         [only] = bed.members
         assert only.name == "gateway"
         only.says("early")
@@ -212,11 +204,9 @@ def test_while_no_gateway_is_up_what_was_wanted_stays_so() -> None:
         assert bed.wanted[before:] == [["b"]]
         supervising.cancel()
 
-    played(1, scene)
 
-
-def test_one_that_is_up_is_started_again_also_while_another_waits_for_its_node() -> None:
-    async def scene(bed: Bed) -> None:
+async def test_one_that_is_up_is_started_again_also_while_another_waits_for_its_node() -> None:
+    async with played(2) as bed:
         one, two = bed.members
         starting = asyncio.create_task(bed.gateways.start())
         one.may_start.set()
@@ -231,11 +221,9 @@ def test_one_that_is_up_is_started_again_also_while_another_waits_for_its_node()
         await starting
         await bed.gateways.stop(1.0)
 
-    played(2, scene)
 
-
-def test_the_error_of_a_gateway_is_no_list_of_replicas() -> None:
-    async def scene(bed: Bed) -> None:
+async def test_the_error_of_a_gateway_is_no_list_of_replicas() -> None:
+    async with played(1) as bed:
         supervising = await bed.started()
         [gateway] = bed.members
         gateway.says("a")
@@ -243,22 +231,18 @@ def test_the_error_of_a_gateway_is_no_list_of_replicas() -> None:
         assert bed.wanted == [["a"]]
         supervising.cancel()
 
-    played(1, scene)
 
-
-def test_a_bug_in_a_start_is_raised_and_not_waited_for() -> None:
-    async def scene(bed: Bed) -> None:
+async def test_a_bug_in_a_start_is_raised_and_not_waited_for() -> None:
+    async with played(2) as bed:
         bed.members[0].fails = RuntimeError("a bug")
         bed.members[0].may_start.set()
         with pytest.raises(RuntimeError, match="a bug"):
             await bed.gateways.start()
         await bed.gateways.stop(1.0)
 
-    played(2, scene)
 
-
-def test_one_that_cannot_start_is_the_failure_of_all_and_all_are_stopped_and_told() -> None:
-    async def scene(bed: Bed) -> None:
+async def test_one_that_cannot_start_is_the_failure_of_all_and_all_are_stopped_and_told() -> None:
+    async with played(3) as bed:
         bed.members[1].fails = StartFailed("gateway-1: no such port")
         bed.members[1].may_start.set()
         with pytest.raises(StartFailed, match="no such port"):
@@ -268,16 +252,14 @@ def test_one_that_cannot_start_is_the_failure_of_all_and_all_are_stopped_and_tol
         await bed.gateways.stop(1.0)
         assert all(member.stopped for member in bed.members)
 
-    played(3, scene)
-
 
 def test_of_a_replica_that_two_describe_otherwise_the_first_counts() -> None:
     both = union([Wanted((replica("a"), replica("b"))), Wanted((replica("b", "other"), replica("c")))])
     assert both == Wanted((replica("a"), replica("b"), replica("c")))
 
 
-def test_each_gateway_is_told_what_the_others_counted_and_how_many_are_ready() -> None:
-    async def scene(bed: Bed) -> None:
+async def test_each_gateway_is_told_what_the_others_counted_and_how_many_are_ready() -> None:
+    async with played(3) as bed:
         supervising = await bed.started()
         one, two, three = bed.members
         one.says("a", report=counted("b1", 5))
@@ -294,11 +276,9 @@ def test_each_gateway_is_told_what_the_others_counted_and_how_many_are_ready() -
         assert len(one.told) == said, "nothing changed"
         supervising.cancel()
 
-    played(3, scene)
 
-
-def test_what_a_gateway_counted_stays_counted_once_when_it_ends_or_is_replaced() -> None:
-    async def scene(bed: Bed) -> None:
+async def test_what_a_gateway_counted_stays_counted_once_when_it_ends_or_is_replaced() -> None:
+    async with played(2) as bed:
         supervising = await bed.started()
         one, two = bed.members
         two.says("a", report=counted("b2", 1))
@@ -327,11 +307,9 @@ def test_what_a_gateway_counted_stays_counted_once_when_it_ends_or_is_replaced()
         assert two.siblings.listening == 1
         supervising.cancel()
 
-    played(2, scene)
 
-
-def test_every_gateway_shows_the_stalls_of_processes_that_are_no_gateways() -> None:
-    async def scene(bed: Bed) -> None:
+async def test_every_gateway_shows_the_stalls_of_processes_that_are_no_gateways() -> None:
+    async with played(2) as bed:
         await bed.started()
         for process, seconds in (("tinker", 0.07), ("supervisor", 0.3), ("tinker", 2.0)):
             bed.gateways.count(stalled(process, seconds))
@@ -341,5 +319,3 @@ def test_every_gateway_shows_the_stalls_of_processes_that_are_no_gateways() -> N
                 "tinker": (2, 2.07),
                 "supervisor": (1, 0.3),
             }
-
-    played(2, scene)

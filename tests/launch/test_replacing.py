@@ -100,39 +100,36 @@ async def noted(tmp_path: Path, line: str) -> list[str]:
     return lines
 
 
-def test_a_replaced_process_ends_by_itself_and_is_not_started_again(
+async def test_a_replaced_process_ends_by_itself_and_is_not_started_again(
     make: Callable[..., Child], tmp_path: Path
 ) -> None:
-    async def main() -> None:
-        child = make()
-        await child.start()
-        restarts: list[str | None] = []
-        supervising = asyncio.create_task(child.supervise(restarts.append))
-        await child.replace(60.0)
-        assert child.offer == "2"
-        child.tell(Message("more"))
-        await noted(tmp_path, "1 hears more")
-        await noted(tmp_path, "2 hears more")
-        await child.replace(60.0)
-        child.tell(Message("1 is done"))
-        await noted(tmp_path, "1 ends")
-        child.tell(Message("2 is done"))
-        lines = await noted(tmp_path, "2 ends")
-        assert [line for line in lines if "starts" in line] == [
-            "1 starts at 0",
-            "2 starts at 7",
-            "3 starts at 7",
-        ]
-        assert restarts == []
-        assert child.running
-        child.tell(Message("3 is done"))
-        await noted(tmp_path, "3 ends")
-        lines = await noted(tmp_path, "1 starts at 7")
-        assert lines.count("1 starts at 7") == 1, "who ends and was not replaced is started again"
-        supervising.cancel()
-        await child.stop(10)
-
-    play(main)
+    child = make()
+    await child.start()
+    restarts: list[str | None] = []
+    supervising = asyncio.create_task(child.supervise(restarts.append))
+    await child.replace(60.0)
+    assert child.offer == "2"
+    child.tell(Message("more"))
+    await noted(tmp_path, "1 hears more")
+    await noted(tmp_path, "2 hears more")
+    await child.replace(60.0)
+    child.tell(Message("1 is done"))
+    await noted(tmp_path, "1 ends")
+    child.tell(Message("2 is done"))
+    lines = await noted(tmp_path, "2 ends")
+    assert [line for line in lines if "starts" in line] == [
+        "1 starts at 0",
+        "2 starts at 7",
+        "3 starts at 7",
+    ]
+    assert restarts == []
+    assert child.running
+    child.tell(Message("3 is done"))
+    await noted(tmp_path, "3 ends")
+    lines = await noted(tmp_path, "1 starts at 7")
+    assert lines.count("1 starts at 7") == 1, "who ends and was not replaced is started again"
+    supervising.cancel()
+    await child.stop(10)
 
 
 @pytest.mark.parametrize(
@@ -142,111 +139,94 @@ def test_a_replaced_process_ends_by_itself_and_is_not_started_again(
         ("sys.stdin.read()", "did not take over in 0.5 s"),
     ],
 )
-def test_who_cannot_take_over_leaves_the_old_one_in_place(
+async def test_who_cannot_take_over_leaves_the_old_one_in_place(
     make: Callable[..., Child], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, takes: str, why: str
 ) -> None:
     # An interpreter that ends on a busy machine may take longer than half a second.
     if takes != "sys.exit(1)":
         monkeypatch.setattr(process, "TAKE_OVER_S", 0.5)
 
-    async def main() -> None:
-        child = make(takes)
-        await child.start()
-        supervising = asyncio.create_task(child.supervise())
-        with pytest.raises(StartFailed, match=why):
-            await child.replace(60.0)
-        assert (child.offer, child.running) == ("1", True)
-        child.tell(Message("more"))
-        await noted(tmp_path, "1 hears more")
-        assert not supervising.done()
-        supervising.cancel()
-        await child.stop(10)
-
-    play(main)
+    child = make(takes)
+    await child.start()
+    supervising = asyncio.create_task(child.supervise())
+    with pytest.raises(StartFailed, match=why):
+        await child.replace(60.0)
+    assert (child.offer, child.running) == ("1", True)
+    child.tell(Message("more"))
+    await noted(tmp_path, "1 hears more")
+    assert not supervising.done()
+    supervising.cancel()
+    await child.stop(10)
 
 
 @pytest.mark.parametrize("takes", ["say(Accepting())", "sys.exit(1)"])
-def test_what_a_replaced_process_said_counts_until_it_has_ended(
+async def test_what_a_replaced_process_said_counts_until_it_has_ended(
     make: Callable[..., Child], takes: str
 ) -> None:
-    async def main() -> None:
-        heard: list[tuple[int, str | None]] = []
+    heard: list[tuple[int, str | None]] = []
 
-        def hear(pid: int, line: bytes | None) -> None:
-            heard.append((pid, None if line is None else msgspec.json.decode(line, type=Message).what))
+    def hear(pid: int, line: bytes | None) -> None:
+        heard.append((pid, None if line is None else msgspec.json.decode(line, type=Message).what))
 
-        spec = msgspec.structs.replace(cast(Script, make()._spec), code=SPEAKS.replace("{TAKES}", takes))
-        child = Child("child", "scripted_successor", spec, ChildMessages(functools.partial(hear, 0)))
-        child.on_retiring = hear
-        await child.start()
-        assert child.pid is not None
-        first = child.pid
-        await until(lambda: bool(heard))
-        if takes == "sys.exit(1)":
-            with pytest.raises(StartFailed):
-                await child.replace(60.0)
-            assert heard == [(0, "of 1")], "nobody took over: what the old one said stands"
-        else:
+    spec = msgspec.structs.replace(cast(Script, make()._spec), code=SPEAKS.replace("{TAKES}", takes))
+    child = Child("child", "scripted_successor", spec, ChildMessages(functools.partial(hear, 0)))
+    child.on_retiring = hear
+    await child.start()
+    assert child.pid is not None
+    first = child.pid
+    await until(lambda: bool(heard))
+    if takes == "sys.exit(1)":
+        with pytest.raises(StartFailed):
             await child.replace(60.0)
-            assert heard == [(0, "of 1"), (first, "of 1"), (0, "of 2")]
-            child.tell(Message("1 is done"))
-            await until(lambda: len(heard) > 3)
-            assert heard[3:] == [(first, None)]
-        await child.stop(10)
-
-    play(main)
-
-
-def test_stopping_ends_the_replaced_ones_too(make: Callable[..., Child], tmp_path: Path) -> None:
-    async def main() -> None:
-        child = make()
-        await child.start()
-        await child.replace(3600.0)
-        await child.stop(10)
-        assert not child.running
-        assert (tmp_path / "log").read_text().count("starts") == 2
-        with pytest.raises(StartFailed, match="is not running"):
-            await child.replace(1.0)
-
-    play(main)
+        assert heard == [(0, "of 1")], "nobody took over: what the old one said stands"
+    else:
+        await child.replace(60.0)
+        assert heard == [(0, "of 1"), (first, "of 1"), (0, "of 2")]
+        child.tell(Message("1 is done"))
+        await until(lambda: len(heard) > 3)
+        assert heard[3:] == [(first, None)]
+    await child.stop(10)
 
 
-def test_one_that_does_not_finish_in_time_is_ended(
+async def test_stopping_ends_the_replaced_ones_too(make: Callable[..., Child], tmp_path: Path) -> None:
+    child = make()
+    await child.start()
+    await child.replace(3600.0)
+    await child.stop(10)
+    assert not child.running
+    assert (tmp_path / "log").read_text().count("starts") == 2
+    with pytest.raises(StartFailed, match="is not running"):
+        await child.replace(1.0)
+
+
+async def test_one_that_does_not_finish_in_time_is_ended(
     make: Callable[..., Child], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(process, "RETIRE_GRACE_S", 0.0)
 
-    async def main() -> None:
-        child = make()
-        await child.start()
-        await child.replace(0.1)
-        while "replaced, did not end within" not in caplog.text:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
-        assert child.running
-        await child.stop(10)
-
-    play(main)
+    child = make()
+    await child.start()
+    await child.replace(0.1)
+    while "replaced, did not end within" not in caplog.text:  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    assert child.running
+    await child.stop(10)
 
 
-def test_a_successor_is_ended_with_the_rest_when_the_server_stops_while_it_starts(
+async def test_a_successor_is_ended_with_the_rest_when_the_server_stops_while_it_starts(
     make: Callable[..., Child], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slow = 'if spec["takes_over"]: note(f"pid {os.getpid()}"); import time; time.sleep(3600)\n'
 
-    async def main() -> None:
-        child = make()
-        child._spec = msgspec.structs.replace(child._spec, code=slow + cast(Script, child._spec).code)
-        await child.start()
-        replacing = asyncio.create_task(child.replace(60.0))
-        while "pid " not in (tmp_path / "log").read_text():  # noqa: ASYNC110 - a child process writes it
-            await asyncio.sleep(0.01)
-        [pid] = [
-            int(line[4:]) for line in (tmp_path / "log").read_text().splitlines() if line.startswith("pid ")
-        ]
-        replacing.cancel()
-        await asyncio.wait((replacing,))
-        await child.stop(10)
-        with pytest.raises(ProcessLookupError):
-            os.kill(pid, 0)
-
-    play(main)
+    child = make()
+    child._spec = msgspec.structs.replace(child._spec, code=slow + cast(Script, child._spec).code)
+    await child.start()
+    replacing = asyncio.create_task(child.replace(60.0))
+    while "pid " not in (tmp_path / "log").read_text():  # noqa: ASYNC110 - a child process writes it
+        await asyncio.sleep(0.01)
+    [pid] = [int(line[4:]) for line in (tmp_path / "log").read_text().splitlines() if line.startswith("pid ")]
+    replacing.cancel()
+    await asyncio.wait((replacing,))
+    await child.stop(10)
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Awaitable, Callable, Set
+from collections.abc import AsyncIterator, Callable, Set
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 
 import msgspec
@@ -89,20 +90,18 @@ class Scene:
 @pytest.fixture
 def scene(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Callable[[Callable[[Scene], Awaitable[None]]], None]:
+) -> Callable[[], AbstractAsyncContextManager[Scene]]:
     (tmp_path / "scripted_replica.py").write_text(SCRIPTED)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(tmp_path), os.environ.get("PYTHONPATH", ""))))
 
-    def run(work: Callable[[Scene], Awaitable[None]]) -> None:
-        async def main() -> None:
-            here = Scene(tmp_path)
-            try:
-                await work(here)
-            finally:
-                await here.processes.close()
-            assert repr(here.processes) == "ReplicaProcesses([] wanted, 0 alive)"
-
-        asyncio.run(main())
+    @asynccontextmanager
+    async def run() -> AsyncIterator[Scene]:
+        here = Scene(tmp_path)
+        try:
+            yield here
+        finally:
+            await here.processes.close()
+        assert repr(here.processes) == "ReplicaProcesses([] wanted, 0 alive)"
 
     return run
 
@@ -110,8 +109,8 @@ def scene(
 URL = "http://h:7"
 
 
-def test_replicas_come_and_go_and_the_others_are_left_alone(scene) -> None:  # type: ignore[no-untyped-def]
-    async def work(here: Scene) -> None:
+async def test_replicas_come_and_go_and_the_others_are_left_alone(scene) -> None:  # type: ignore[no-untyped-def]
+    async with scene() as here:
         here.want("a-0", "a-1", "b-0")
         await here.until(a_0=URL, a_1=URL, b_0=URL)
         kept, gone = here.pid("a-0"), here.pid("a-1")
@@ -131,11 +130,9 @@ def test_replicas_come_and_go_and_the_others_are_left_alone(scene) -> None:  # t
             "what is left of a deployment goes with it, not with a replica"
         )
 
-    scene(work)
 
-
-def test_one_that_is_dismissed_at_once_leaves_nothing_behind(scene) -> None:  # type: ignore[no-untyped-def]
-    async def work(here: Scene) -> None:
+async def test_one_that_is_dismissed_at_once_leaves_nothing_behind(scene) -> None:  # type: ignore[no-untyped-def]
+    async with scene() as here:
         here.want("a-0", "a-1")
         here.want("a-0")
         await here.until(a_0=URL)
@@ -148,8 +145,6 @@ def test_one_that_is_dismissed_at_once_leaves_nothing_behind(scene) -> None:  # 
         with pytest.raises(ProcessLookupError):
             os.kill(first, 0)
         assert [name for name, _ in here.cleaned] == ["a-0"]
-
-    scene(work)
 
 
 def test_caches_of_a_deployment_go_all_and_no_others(tmp_path: Path) -> None:
@@ -181,8 +176,8 @@ def test_caches_of_deployments_that_went_while_no_server_ran_go_too(tmp_path: Pa
     assert {d.name for d in tmp_path.iterdir()} == set(names) - {"c-replica-1"}
 
 
-def test_one_that_cannot_start_says_why_is_tried_again_and_holds_up_nobody(scene) -> None:  # type: ignore[no-untyped-def]
-    async def work(here: Scene) -> None:
+async def test_one_that_cannot_start_says_why_is_tried_again_and_holds_up_nobody(scene) -> None:  # type: ignore[no-untyped-def]
+    async with scene() as here:
         here.codes["a-0"] = "say(Listening(error='no such model'))"
         here.want("a-0", "b-0")
         await here.until(a_0=None, b_0=URL)
@@ -195,8 +190,6 @@ def test_one_that_cannot_start_says_why_is_tried_again_and_holds_up_nobody(scene
         here.codes["a-0"] = LISTEN
         await here.until(a_0=URL, b_0=URL)
         assert here.processes.running().replicas[0].error is here.processes.failure("a") is None
-
-    scene(work)
 
 
 class Waiting(Child):
@@ -212,8 +205,8 @@ class Waiting(Child):
         self.place = "node there"
 
 
-def test_one_that_waits_for_room_says_so_and_has_not_failed(scene) -> None:  # type: ignore[no-untyped-def]
-    async def work(here: Scene) -> None:
+async def test_one_that_waits_for_room_says_so_and_has_not_failed(scene) -> None:  # type: ignore[no-untyped-def]
+    async with scene() as here:
         child = Waiting("a-0", "scripted_replica", Script(LISTEN), host="h")
         child.room = asyncio.Event()
 
@@ -235,11 +228,9 @@ def test_one_that_waits_for_room_says_so_and_has_not_failed(scene) -> None:  # t
         await here.until(a_0=URL)
         assert (here.processes.waiting("a"), here.processes.places()) == (set(), {"a-0": "node there"})
 
-    scene(work)
 
-
-def test_one_that_died_and_cannot_be_started_again_says_why_until_it_can(scene) -> None:  # type: ignore[no-untyped-def]
-    async def work(here: Scene) -> None:
+async def test_one_that_died_and_cannot_be_started_again_says_why_until_it_can(scene) -> None:  # type: ignore[no-untyped-def]
+    async with scene() as here:
         here.codes["a-0"] = f"broken = pathlib.Path({str(here.path / 'broken')!r})\n" + (
             "if broken.exists(): say(Listening(error='no memory')); sys.exit(1)\n" + LISTEN
         )
@@ -262,11 +253,9 @@ def test_one_that_died_and_cannot_be_started_again_says_why_until_it_can(scene) 
         # Somebody else may have its port by now.
         await here.until(a_0="http://h:8")
 
-    scene(work)
 
-
-def test_one_that_is_not_wanted_any_more_while_it_starts_is_ended(scene) -> None:  # type: ignore[no-untyped-def]
-    async def work(here: Scene) -> None:
+async def test_one_that_is_not_wanted_any_more_while_it_starts_is_ended(scene) -> None:  # type: ignore[no-untyped-def]
+    async with scene() as here:
         here.codes["a-0"] = "time.sleep(1000)"
         here.want("a-0")
         async with asyncio.timeout(DEADLINE_S):
@@ -278,12 +267,10 @@ def test_one_that_is_not_wanted_any_more_while_it_starts_is_ended(scene) -> None
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
 
-    scene(work)
-
 
 @pytest.mark.timeout(60)
-def test_at_the_end_the_stubborn_are_killed_sooner_than_one_that_leaves_alone(scene) -> None:  # type: ignore[no-untyped-def]
-    async def work(here: Scene) -> None:
+async def test_at_the_end_the_stubborn_are_killed_sooner_than_one_that_leaves_alone(scene) -> None:  # type: ignore[no-untyped-def]
+    async with scene() as here:
         here.codes["a-0"] = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + LISTEN + "; time.sleep(1000)"
         here.want("a-0")
         await here.until(a_0=URL)
@@ -291,5 +278,3 @@ def test_at_the_end_the_stubborn_are_killed_sooner_than_one_that_leaves_alone(sc
         await here.processes.close(0.1)
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
-
-    scene(work)

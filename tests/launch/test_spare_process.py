@@ -84,29 +84,26 @@ def run(body: Callable[[], Awaitable[None]]) -> None:
     asyncio.run(asyncio.wait_for(body(), 60))
 
 
-def test_a_replica_that_begins_takes_the_spare_and_another_one_is_made(modules: None) -> None:
-    async def main() -> None:
-        made: list[ChildProcess] = []
-        spare = spare_of("waiting_child", made)
-        child = Child("replica-0", "plain_child", Settings(7), spare=spare.take)
-        async with kept(spare):
-            await until(lambda: bool(made))
-            first = made[0]
-            await until(waits(spare, first.pid))
-            await child.start()
-            assert (child.pid, child.port) == (first.pid, 7)
-            assert first.name == "replica-0", "its lines and its end are said of the replica"
-            await until(lambda: len(made) >= 2)
-            await until(waits(spare, made[1].pid))
-            assert first.running, "it is the replica's now"
-        assert not made[1].running, "one that nobody took ends with the server"
-        assert first.running
-        await child.stop(grace_s=10)
-
-    run(main)
+async def test_a_replica_that_begins_takes_the_spare_and_another_one_is_made(modules: None) -> None:
+    made: list[ChildProcess] = []
+    spare = spare_of("waiting_child", made)
+    child = Child("replica-0", "plain_child", Settings(7), spare=spare.take)
+    async with kept(spare):
+        await until(lambda: bool(made))
+        first = made[0]
+        await until(waits(spare, first.pid))
+        await child.start()
+        assert (child.pid, child.port) == (first.pid, 7)
+        assert first.name == "replica-0", "its lines and its end are said of the replica"
+        await until(lambda: len(made) >= 2)
+        await until(waits(spare, made[1].pid))
+        assert first.running, "it is the replica's now"
+    assert not made[1].running, "one that nobody took ends with the server"
+    assert first.running
+    await child.stop(grace_s=10)
 
 
-def test_a_replica_begins_by_itself_where_no_spare_waits(
+async def test_a_replica_begins_by_itself_where_no_spare_waits(
     modules: None, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def begins_alone(spare: SpareReplica, made: list[ChildProcess]) -> None:
@@ -135,7 +132,7 @@ def test_a_replica_begins_by_itself_where_no_spare_waits(
         await begins_alone(spare, made)
 
     with caplog.at_level(logging.WARNING):
-        run(main)
+        await main()
     assert "a spare replica process ended while it started" in caplog.text
     assert f"the spare replica process {killed[0]} ended with code -9" in caplog.text
 
@@ -148,43 +145,34 @@ def refusing(tries: list[int]) -> Callable[[], Awaitable[ChildProcess]]:
     return create
 
 
-def test_none_is_made_while_replicas_begin_or_where_it_is_off() -> None:
-    async def main() -> None:
-        tries: list[int] = []
-        spare = SpareReplica(refusing(tries), 3600)
-        async with kept(spare):
-            # It would be tried in this turn of the loop.
-            await asyncio.sleep(0)
-        await SpareReplica(refusing(tries), 0).keep()
-        assert tries == []
-
-    run(main)
+async def test_none_is_made_while_replicas_begin_or_where_it_is_off() -> None:
+    tries: list[int] = []
+    spare = SpareReplica(refusing(tries), 3600)
+    async with kept(spare):
+        # It would be tried in this turn of the loop.
+        await asyncio.sleep(0)
+    await SpareReplica(refusing(tries), 0).keep()
+    assert tries == []
 
 
-def test_none_is_made_by_a_server_where_no_replica_begins() -> None:
-    async def main() -> None:
-        tries: list[int] = []
-        spare = SpareReplica(refusing(tries), SOON_S)
-        keeping = asyncio.create_task(spare.keep())
-        # A process would be tried in this turn of the loop, or in the one behind this timer.
-        await asyncio.sleep(2 * SOON_S)
-        assert tries == []
-        spare.take()
-        await until(lambda: bool(tries))
-        keeping.cancel()
-        await asyncio.wait((keeping,))
-
-    run(main)
+async def test_none_is_made_by_a_server_where_no_replica_begins() -> None:
+    tries: list[int] = []
+    spare = SpareReplica(refusing(tries), SOON_S)
+    keeping = asyncio.create_task(spare.keep())
+    # A process would be tried in this turn of the loop, or in the one behind this timer.
+    await asyncio.sleep(2 * SOON_S)
+    assert tries == []
+    spare.take()
+    await until(lambda: bool(tries))
+    keeping.cancel()
+    await asyncio.wait((keeping,))
 
 
-def test_a_process_that_cannot_be_made_is_tried_again(caplog: pytest.LogCaptureFixture) -> None:
-    async def main() -> None:
+async def test_a_process_that_cannot_be_made_is_tried_again(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
         tries: list[int] = []
         async with kept(SpareReplica(refusing(tries), SOON_S)):
             await until(lambda: len(tries) >= 2)
-
-    with caplog.at_level(logging.WARNING):
-        run(main)
     assert "there is no spare replica process: spare cannot be started: no memory" in caplog.text
 
 

@@ -232,7 +232,7 @@ class Recorded(FakeLauncher):
         self.removed.set()
 
 
-def test_the_records_of_a_deployment_that_is_deleted_go_up_before_its_files_do(
+async def test_the_records_of_a_deployment_that_is_deleted_go_up_before_its_files_do(
     disk: Disk, tmp_path: Path
 ) -> None:
     settings = Settings(
@@ -251,18 +251,15 @@ def test_the_records_of_a_deployment_that_is_deleted_go_up_before_its_files_do(
         )
         return Wanted(tuple(replicas))
 
-    async def main() -> None:
-        supervisor = Supervisor(settings, "tiny-moe", models, launcher)
-        supervisor.records.start()  # type: ignore[union-attr]
-        supervisor.replicas.want(wanted("a", "b"))
-        # Their tasks have begun.
-        await asyncio.to_thread(supervisor.records.settled, 30)  # type: ignore[union-attr]
-        launcher.asked.clear()
-        supervisor.replicas.want(wanted("a"))
-        assert await asyncio.to_thread(launcher.removed.wait, 30)
-        await supervisor.close()
-
-    asyncio.run(main())
+    supervisor = Supervisor(settings, "tiny-moe", models, launcher)
+    supervisor.records.start()  # type: ignore[union-attr]
+    supervisor.replicas.want(wanted("a", "b"))
+    # Their tasks have begun.
+    await asyncio.to_thread(supervisor.records.settled, 30)  # type: ignore[union-attr]
+    launcher.asked.clear()
+    supervisor.replicas.want(wanted("a"))
+    assert await asyncio.to_thread(launcher.removed.wait, 30)
+    await supervisor.close()
     assert "upload" in launcher.asked[: launcher.asked.index("remove b-replica-0")]
 
 

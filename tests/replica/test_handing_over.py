@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -61,20 +62,18 @@ def handed_over(answer: httpx.Response) -> Handed:
     return msgspec.json.decode(answer.headers[HEADER_HANDED], type=Handed)
 
 
-def test(tmp_path: Path, work: Callable[[Running, Clock], Awaitable[None]], **more: Any) -> None:
+@asynccontextmanager
+async def test(tmp_path: Path, **more: Any) -> AsyncIterator[tuple[Running, Clock]]:
     clock = Clock()
 
-    async def main() -> None:
-        async with (
-            asyncio.timeout(15),
-            running(tmp_path, SmallCache(), kv_budget=1.0, monotonic=clock, **more) as here,
-        ):
-            await work(here, clock)
-            here.replica.budget.account.check()
-            assert here.replica.own.service is not None
-            assert not here.replica.own.service.called
-
-    asyncio.run(main())
+    async with (
+        asyncio.timeout(15),
+        running(tmp_path, SmallCache(), kv_budget=1.0, monotonic=clock, **more) as here,
+    ):
+        yield here, clock
+        here.replica.budget.account.check()
+        assert here.replica.own.service is not None
+        assert not here.replica.own.service.called
 
 
 test.__test__ = False  # type: ignore[attr-defined]
@@ -90,8 +89,8 @@ async def two_too_many(here: Running) -> asyncio.Task[httpx.Response]:
     return second
 
 
-def test_a_turn_that_waits_is_handed_over_when_that_pays_and_frees_its_claim(tmp_path: Path) -> None:
-    async def work(here: Running, clock: Clock) -> None:
+async def test_a_turn_that_waits_is_handed_over_when_that_pays_and_frees_its_claim(tmp_path: Path) -> None:
+    async with test(tmp_path) as (here, clock):
         second = await two_too_many(here)
         account = here.replica.budget.account
         claimed = account.claimed
@@ -119,12 +118,12 @@ def test_a_turn_that_waits_is_handed_over_when_that_pays_and_frees_its_claim(tmp
         assert account.number(("", "c")) == number < account.number(("", "d"))
         assert here.engine.sessions_over == ["\0a"], "what the cache has of a session that came back is kept"
 
-    test(tmp_path, work)
-
 
 @pytest.mark.parametrize("why", ["no room", "not of a gateway", "stays"])
-def test_a_turn_waits_on_where_there_is_no_room_for_it_or_it_may_not_move(tmp_path: Path, why: str) -> None:
-    async def work(here: Running, clock: Clock) -> None:
+async def test_a_turn_waits_on_where_there_is_no_room_for_it_or_it_may_not_move(
+    tmp_path: Path, why: str
+) -> None:
+    async with test(tmp_path) as (here, clock):
         for key in "ab":
             assert (await ask(here, key, 50)).status_code == 200
         if why == "not of a gateway":
@@ -141,11 +140,9 @@ def test_a_turn_waits_on_where_there_is_no_room_for_it_or_it_may_not_move(tmp_pa
         await close(here, "a")
         assert (await waiting).status_code == 200
 
-    test(tmp_path, work)
-
 
 @pytest.mark.parametrize("why", ["no room", "room", "one stays", "leaves, and one stays"])
-def test_two_turns_of_one_session_that_wait_are_not_parted(tmp_path: Path, why: str) -> None:
+async def test_two_turns_of_one_session_that_wait_are_not_parted(tmp_path: Path, why: str) -> None:
     async def work(here: Running, clock: Clock) -> None:
         second = await two_too_many(here)
         third = ask(here, "c", prompt=f"{LONG} too", **({HEADER_STAY: "1"} if "stays" in why else {}))
@@ -169,11 +166,12 @@ def test_two_turns_of_one_session_that_wait_are_not_parted(tmp_path: Path, why: 
             await close(here, key)
         assert [(await one).status_code for one in (second, third)] == [200, 200]
 
-    test(tmp_path, work)
+    async with test(tmp_path) as at:
+        await work(*at)
 
 
-def test_a_new_session_that_waits_goes_to_whoever_has_room(tmp_path: Path) -> None:
-    async def work(here: Running, clock: Clock) -> None:
+async def test_a_new_session_that_waits_goes_to_whoever_has_room(tmp_path: Path) -> None:
+    async with test(tmp_path) as (here, _clock):
         for key in "ab":
             assert (await ask(here, key, 50)).status_code == 200
         waiting = [ask(here, "c", 60), ask(here, "d", 50)]
@@ -186,11 +184,9 @@ def test_a_new_session_that_waits_goes_to_whoever_has_room(tmp_path: Path) -> No
         await close(here, "a")
         assert (await waiting[1]).status_code == 200
 
-    test(tmp_path, work)
 
-
-def test_a_replica_that_leaves_hands_over_what_waits_and_what_comes(tmp_path: Path) -> None:
-    async def work(here: Running, clock: Clock) -> None:
+async def test_a_replica_that_leaves_hands_over_what_waits_and_what_comes(tmp_path: Path) -> None:
+    async with test(tmp_path) as (here, clock):
         second = await two_too_many(here)
         waiting = ask(here, "d", 50)
         await waits(here, 2)
@@ -204,13 +200,11 @@ def test_a_replica_that_leaves_hands_over_what_waits_and_what_comes(tmp_path: Pa
         clock.now = 3.0
         assert (await ask(here, "a")).status_code == 200
 
-    test(tmp_path, work)
 
-
-def test_a_session_that_moved_here_waits_as_one_that_is_as_old_and_its_tokens_are_counted(
+async def test_a_session_that_moved_here_waits_as_one_that_is_as_old_and_its_tokens_are_counted(
     tmp_path: Path,
 ) -> None:
-    async def work(here: Running, clock: Clock) -> None:
+    async with test(tmp_path) as (here, clock):
         for key in "ab":
             assert (await ask(here, key, 50)).status_code == 200
         waiting = ask(here, "new", 50)
@@ -230,11 +224,9 @@ def test_a_session_that_moved_here_waits_as_one_that_is_as_old_and_its_tokens_ar
         await close(here, "older")
         assert (await waiting).status_code == 200
 
-    test(tmp_path, work)
-
 
 @pytest.mark.parametrize("why", ["waits", "leaves"])
-def test_a_session_that_moved_here_has_its_history_before_its_first_turn_here(
+async def test_a_session_that_moved_here_has_its_history_before_its_first_turn_here(
     tmp_path: Path, why: str
 ) -> None:
     """It is not free to go as one that has nothing to lose, and its turns go along when it has to."""
@@ -264,11 +256,12 @@ def test_a_session_that_moved_here_has_its_history_before_its_first_turn_here(
         await close(here, "c")
         assert not handed_over(await ask(here, "c", 50)).begun
 
-    test(tmp_path, work)
+    async with test(tmp_path) as at:
+        await work(*at)
 
 
-def test_the_age_of_a_session_that_moved_here_is_no_wait(tmp_path: Path) -> None:
-    async def work(here: Running, clock: Clock) -> None:
+async def test_the_age_of_a_session_that_moved_here_is_no_wait(tmp_path: Path) -> None:
+    async with test(tmp_path) as (here, clock):
         for key in "ab":
             assert (await ask(here, key, 50)).status_code == 200
         waiting = ask(here, "new", 50)
@@ -292,8 +285,6 @@ def test_the_age_of_a_session_that_moved_here_is_no_wait(tmp_path: Path) -> None
         assert (await again[1]).status_code == 200
         await close(here, "b")
         assert (await again[0]).status_code == 200
-
-    test(tmp_path, work)
 
 
 async def test_what_one_more_new_session_costs_does_not_grow_with_what_waits_while_others_have_room() -> None:
@@ -335,8 +326,8 @@ async def test_what_one_more_new_session_costs_does_not_grow_with_what_waits_whi
     budget.leave(first, 0)
 
 
-def test_what_a_turn_waited_at_a_gate_is_no_prefill(tmp_path: Path) -> None:
-    async def work(here: Running, clock: Clock) -> None:
+async def test_what_a_turn_waited_at_a_gate_is_no_prefill(tmp_path: Path) -> None:
+    async with test(tmp_path) as (here, clock):
         gate = here.replica.own.gate
         gate.set(Door.HELD)
         asked = ask(here, "s")
@@ -347,15 +338,11 @@ def test_what_a_turn_waited_at_a_gate_is_no_prefill(tmp_path: Path) -> None:
         # Its clock stood while it was computed.
         assert here.replica.report().pace.prefill_tokens_s == 0.0
 
-    test(tmp_path, work)
 
-
-def test_a_replica_that_had_no_request_yet_says_how_much_room_it_has(tmp_path: Path) -> None:
-    async def work(here: Running, clock: Clock) -> None:
+async def test_a_replica_that_had_no_request_yet_says_how_much_room_it_has(tmp_path: Path) -> None:
+    async with test(tmp_path) as (here, _clock):
         waits = here.replica.report().kv_waits
         assert (waits.budget_tokens, waits.claimed_tokens) == (100, 0)
-
-    test(tmp_path, work)
 
 
 def test_a_session_that_moved_is_of_the_group_that_it_was_of() -> None:
@@ -377,10 +364,9 @@ def test_a_session_that_moved_is_of_the_group_that_it_was_of() -> None:
         assert new == of(None)
 
 
-def test_a_call_meant_for_a_boot_of_another_process_is_refused(tmp_path: Path) -> None:
+async def test_a_call_meant_for_a_boot_of_another_process_is_refused(tmp_path: Path) -> None:
     """It was lost on its way to the process that had the address before, and is sent again to this one."""
-
-    async def work(here: Running, clock: Clock) -> None:
+    async with test(tmp_path) as (here, _clock):
         body, first = msgspec.json.encode(RoomOffer()), here.replica.boot
         for boot, status in ((first, 202), ("another", 503)):
             answer = await here.http.post("/replica/offer", content=body, headers={HEADER_BOOT: boot})
@@ -393,12 +379,8 @@ def test_a_call_meant_for_a_boot_of_another_process_is_refused(tmp_path: Path) -
             answer = await here.http.post("/replica/offer", content=body, headers={HEADER_BOOT: boot})
             assert answer.status_code == 202, answer.text
 
-    test(tmp_path, work)
 
-
-def test_what_is_no_offer_is_refused(tmp_path: Path) -> None:
-    async def work(here: Running, clock: Clock) -> None:
+async def test_what_is_no_offer_is_refused(tmp_path: Path) -> None:
+    async with test(tmp_path) as (here, _clock):
         for body in (b"{", b'{"room_tokens": -1}', b'{"prefill_tokens_s": 1e99}'):
             assert (await here.http.post("/replica/offer", content=body)).status_code == 400
-
-    test(tmp_path, work)

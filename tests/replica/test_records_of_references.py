@@ -208,29 +208,26 @@ def test_without_pyarrow_a_command_says_what_to_install(
     assert "line 3: reading a record file needs pyarrow" in capsys.readouterr().err
 
 
-def test_a_trace_has_the_columns_and_an_answer_without_a_file_is_no_turn(tmp_path: Path) -> None:
-    async def main() -> None:
-        files = RecordFiles((tmp_path / "bucket").as_uri(), "default")
-        async with running(tmp_path, FakeEngine(), files=files) as here:
-            for session, ways in (("inline", {}), ("s", {"return_record_reference": True})):
-                headers = {"x-session-id": session, "x-midstream-records": "masks"}
-                body = {**ALL, "messages": [{"role": "user", "content": "hi"}], **ways}
-                await here.http.post("/v1/chat/completions", json=body, headers=headers)
-            inline, traced = (trace_of(here, session)[0] for session in ("inline", "s"))
-            assert traced.record_reference.choice == 0
-            assert traced.logprobs == inline.logprobs
-            assert traced.routing_matrix == inline.routing_matrix
-            assert traced.sampling_masks == inline.sampling_masks
-            (tmp_path / "bucket").rename(tmp_path / "moved")
-            (tmp_path / "bucket").write_text("no directory")
-            answer = await here.http.post("/v1/chat/completions", json=body, headers=headers)
-            assert answer.status_code == 507
-            assert len(trace_of(here, "s")) == 1
-        files.close()
-
+async def test_a_trace_has_the_columns_and_an_answer_without_a_file_is_no_turn(tmp_path: Path) -> None:
     def trace_of(here: Running, session: str) -> Any:
         found = here.replica.trace(("", session))
         assert found is not None
         return found.turns
 
-    asyncio.run(main())
+    files = RecordFiles((tmp_path / "bucket").as_uri(), "default")
+    async with running(tmp_path, FakeEngine(), files=files) as here:
+        for session, ways in (("inline", {}), ("s", {"return_record_reference": True})):
+            headers = {"x-session-id": session, "x-midstream-records": "masks"}
+            body = {**ALL, "messages": [{"role": "user", "content": "hi"}], **ways}
+            await here.http.post("/v1/chat/completions", json=body, headers=headers)
+        inline, traced = (trace_of(here, session)[0] for session in ("inline", "s"))
+        assert traced.record_reference.choice == 0
+        assert traced.logprobs == inline.logprobs
+        assert traced.routing_matrix == inline.routing_matrix
+        assert traced.sampling_masks == inline.sampling_masks
+        (tmp_path / "bucket").rename(tmp_path / "moved")
+        (tmp_path / "bucket").write_text("no directory")
+        answer = await here.http.post("/v1/chat/completions", json=body, headers=headers)
+        assert answer.status_code == 507
+        assert len(trace_of(here, "s")) == 1
+    files.close()

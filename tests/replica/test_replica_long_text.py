@@ -371,10 +371,11 @@ class Text:
 
 
 @pytest.mark.parametrize("leaves", [False, True])
-def test_nothing_of_a_job_that_failed_waits_for_a_collection(leaves: bool) -> None:
+async def test_nothing_of_a_job_that_failed_waits_for_a_collection(leaves: bool) -> None:
     """A few refused bodies of 64 MiB, decoded, were hundreds of megabytes until the next collection of all generations."""
 
-    async def main() -> None:
+    gc.disable()
+    try:
         jobs, begun, go_on = TextJobs(), asyncio.Event(), threading.Event()
         loop, text = asyncio.get_running_loop(), Text()
 
@@ -404,10 +405,6 @@ def test_nothing_of_a_job_that_failed_waits_for_a_collection(leaves: bool) -> No
         # What the thread told the loop last has the error, too.
         await asyncio.sleep(0)
         assert kept() is None
-
-    gc.disable()
-    try:
-        asyncio.run(main())
     finally:
         gc.enable()
 

@@ -70,21 +70,18 @@ async def test_a_client_that_leaves_has_a_span_with_what_it_got(tmp_path: Path) 
         assert here.replica.sessions.measures.counts["finishes"]["abort"] == 1
 
 
-def test_a_tracer_that_fails_costs_no_request_and_no_swap(
+async def test_a_tracer_that_fails_costs_no_request_and_no_swap(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def main() -> None:
-        async with running(tmp_path, FakeEngine()) as here:
-            tracer = here.replica.tracer = OtelTracer(InMemorySpanExporter(), "replica-0", at_once=True)
-            tracer._record = broken  # type: ignore[method-assign]
-            for _ in range(2):
-                answer = await here.http.post("/v1/completions", json=BODY, headers=PARENT)
-                assert answer.json()["usage"]["completion_tokens"] == 5
-            tracer.finish = broken  # type: ignore[method-assign]
-            tracer.begin("POST", {}).end({})
-
     def broken(*_: Any) -> None:
         raise RuntimeError("no span can be made")
 
-    asyncio.run(main())
+    async with running(tmp_path, FakeEngine()) as here:
+        tracer = here.replica.tracer = OtelTracer(InMemorySpanExporter(), "replica-0", at_once=True)
+        tracer._record = broken  # type: ignore[method-assign]
+        for _ in range(2):
+            answer = await here.http.post("/v1/completions", json=BODY, headers=PARENT)
+            assert answer.json()["usage"]["completion_tokens"] == 5
+        tracer.finish = broken  # type: ignore[method-assign]
+        tracer.begin("POST", {}).end({})
     assert caplog.text.count("is lost") == 3

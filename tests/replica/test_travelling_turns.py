@@ -275,21 +275,18 @@ async def test_a_machine_that_accepts_no_connection_holds_no_turn_up_for_as_long
             assert "midstream" not in shown, "it has the turns itself"
 
 
-def test_a_slow_process_has_its_time_for_the_handshake_too(
+async def test_a_slow_process_has_its_time_for_the_handshake_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Over TLS a connection is one once the process has answered, and not the kernel alone."""
     monkeypatch.setattr(earlier, "CONNECT_S", 0.05)
     monkeypatch.setattr(earlier, "FETCH_S", 0.25)
 
-    async def main() -> None:
-        with socket.create_server(("127.0.0.1", 0)) as accepts:
-            async with homes(tmp_path, FakeEngine("hel")) as [here]:
-                chat = Chat()
-                await chat.turn(here)
-                await chat.turn(here, f"https://127.0.0.1:{accepts.getsockname()[1]}")
-
-    asyncio.run(main())
+    with socket.create_server(("127.0.0.1", 0)) as accepts:
+        async with homes(tmp_path, FakeEngine("hel")) as [here]:
+            chat = Chat()
+            await chat.turn(here)
+            await chat.turn(here, f"https://127.0.0.1:{accepts.getsockname()[1]}")
     assert "no connection within 0.25 s" in caplog.text
 
 

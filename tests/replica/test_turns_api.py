@@ -66,35 +66,29 @@ async def turn(here: Running, messages: list[dict[str, Any]], **more: Any) -> di
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_the_next_turn_begins_with_the_very_tokens_of_the_last(tmp_path: Path, stream: bool) -> None:
+async def test_the_next_turn_begins_with_the_very_tokens_of_the_last(tmp_path: Path, stream: bool) -> None:
     engine = an_engine()
 
-    async def main() -> None:
-        async with running(tmp_path, engine) as here:
-            messages = [USER]
-            for number in range(3):
-                answer = await turn(here, messages, stream=stream)
-                assert "midstream" not in answer
-                messages += [answer["choices"][0]["message"], {"role": "user", "content": f"{number}"}]
-
-    asyncio.run(main())
+    async with running(tmp_path, engine) as here:
+        messages = [USER]
+        for number in range(3):
+            answer = await turn(here, messages, stream=stream)
+            assert "midstream" not in answer
+            messages += [answer["choices"][0]["message"], {"role": "user", "content": f"{number}"}]
     first, second, third = (request.prompt for request in engine.requests)
     added = ids("<|im_end|><|im_start|>user\n0<|im_end|><|im_start|>assistant\n")
     assert second == first + LETTERS + added
     assert third[: len(second) + 6] == second + LETTERS
 
 
-def test_a_request_without_a_session_is_rendered_as_ever(tmp_path: Path) -> None:
+async def test_a_request_without_a_session_is_rendered_as_ever(tmp_path: Path) -> None:
     engine = an_engine()
 
-    async def main() -> None:
-        async with running(tmp_path, engine) as here:
-            answer = await turn(here, [USER], headers={"x-midstream-session": ""})
-            again = [USER, answer["choices"][0]["message"], USER]
-            answer = await turn(here, again, headers={"x-midstream-session": ""})
-            assert "midstream" not in answer
-
-    asyncio.run(main())
+    async with running(tmp_path, engine) as here:
+        answer = await turn(here, [USER], headers={"x-midstream-session": ""})
+        again = [USER, answer["choices"][0]["message"], USER]
+        answer = await turn(here, again, headers={"x-midstream-session": ""})
+        assert "midstream" not in answer
     assert ids("hello ")[0] in engine.requests[1].prompt[len(engine.requests[0].prompt) :]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
 from pathlib import Path
 from typing import Any
@@ -41,21 +40,18 @@ def tell(here: Running) -> list[tuple[int, list[int], list[int]]]:
     return [(turn.parent, turn.added, turn.token_ids) for turn in trace.turns]
 
 
-def test_text_goes_on_with_the_sampled_tokens(tmp_path: Path) -> None:
+async def test_text_goes_on_with_the_sampled_tokens(tmp_path: Path) -> None:
     engine = an_engine()
 
-    async def main() -> None:
-        async with running(tmp_path, engine) as here:
-            answer = await complete(here, "he said ")
-            assert "midstream" not in answer
-            text = "he said " + answer["choices"][0]["text"]
-            answer = await complete(here, text + "he")
-            assert "midstream" not in answer
-            edited = await complete(here, "she said hello he")
-            assert edited["midstream"] == {"branch": {"why": "new", "messages": 0}}
-            assert [parent for parent, _, _ in tell(here)] == [0, 1, 0]
-
-    asyncio.run(main())
+    async with running(tmp_path, engine) as here:
+        answer = await complete(here, "he said ")
+        assert "midstream" not in answer
+        text = "he said " + answer["choices"][0]["text"]
+        answer = await complete(here, text + "he")
+        assert "midstream" not in answer
+        edited = await complete(here, "she said hello he")
+        assert edited["midstream"] == {"branch": {"why": "new", "messages": 0}}
+        assert [parent for parent, _, _ in tell(here)] == [0, 1, 0]
     first, second, third = (request.prompt for request in engine.requests)
     assert second == first + LETTERS + ids("he")
     assert third == ids("she said hello he")
@@ -87,18 +83,15 @@ async def test_an_ambiguous_text_is_said_in_the_response(tmp_path: Path) -> None
         assert answer["midstream"] == {"branch": {"why": "ambiguous", "messages": 0, "turn": 3}}
 
 
-def test_the_template_policy_tokenizes_text_anew_and_says_what_that_is(tmp_path: Path) -> None:
+async def test_the_template_policy_tokenizes_text_anew_and_says_what_that_is(tmp_path: Path) -> None:
     engine = an_engine()
 
-    async def main() -> None:
-        async with running(tmp_path, engine) as here:
-            await complete(here, "he said ")
-            headers = {**SESSION, "x-midstream-history": "template"}
-            body = {"model": MODEL, "prompt": "he said hello he", "max_tokens": 6}
-            answer = await here.http.post(PATH, json=body, headers=headers)
-            assert answer.json()["midstream"]["branch"]["why"] == "template"
-
-    asyncio.run(main())
+    async with running(tmp_path, engine) as here:
+        await complete(here, "he said ")
+        headers = {**SESSION, "x-midstream-history": "template"}
+        body = {"model": MODEL, "prompt": "he said hello he", "max_tokens": 6}
+        answer = await here.http.post(PATH, json=body, headers=headers)
+        assert answer.json()["midstream"]["branch"]["why"] == "template"
     assert engine.requests[1].prompt == ids("he said hello he")
 
 
@@ -126,18 +119,15 @@ async def test_token_ids_find_the_longest_turn_they_begin_with(tmp_path: Path) -
         ]
 
 
-def test_several_prompts_are_tokenized_anew_and_scoring_is_no_turn(tmp_path: Path) -> None:
+async def test_several_prompts_are_tokenized_anew_and_scoring_is_no_turn(tmp_path: Path) -> None:
     engine = an_engine()
 
-    async def main() -> None:
-        async with running(tmp_path, engine) as here:
-            assert (await complete(here, "he", max_tokens=0, echo=True))["choices"][0]["text"] == "he"
-            assert here.replica.trace(ROOT) is None
-            answer = await complete(here, ["he said ", "he said hello he"])
-            assert "midstream" not in answer
-            assert len(tell(here)) == 2
-
-    asyncio.run(main())
+    async with running(tmp_path, engine) as here:
+        assert (await complete(here, "he", max_tokens=0, echo=True))["choices"][0]["text"] == "he"
+        assert here.replica.trace(ROOT) is None
+        answer = await complete(here, ["he said ", "he said hello he"])
+        assert "midstream" not in answer
+        assert len(tell(here)) == 2
     assert engine.requests[2].prompt == ids("he said hello he")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -78,26 +77,23 @@ CUT: dict[str, tuple[tuple[int, ...], int, Any]] = {
 
 
 @pytest.mark.parametrize("name", CUT)
-def test_a_cut_answer_goes_on_with_its_very_tokens(tmp_path: Path, name: str) -> None:
+async def test_a_cut_answer_goes_on_with_its_very_tokens(tmp_path: Path, name: str) -> None:
     reply, at, write = CUT[name]
     engine = an_engine(reply)
 
-    async def main() -> None:
-        async with running(tmp_path, engine, write=write) as here:
-            first = (await say(here, [USER], at))["choices"][0]["message"]
-            engine.reply = reply[at:]
-            answer = await go_on(here, [USER, first], len(reply) - at)
-            assert "midstream" not in answer
-            rest = answer["choices"][0]["message"]
-            both = whole(first, rest)
-            assert "think>" not in both["content"]
-            assert [(turn.parent, turn.added) for turn in turns_of(here)][1:] == [(1, [])]
-            # The answer as a client has it is the turn that went on.
-            answer = await say(here, [USER, both, MORE], 1)
-            assert "midstream" not in answer
-            assert turns_of(here)[2].parent == 2
-
-    asyncio.run(main())
+    async with running(tmp_path, engine, write=write) as here:
+        first = (await say(here, [USER], at))["choices"][0]["message"]
+        engine.reply = reply[at:]
+        answer = await go_on(here, [USER, first], len(reply) - at)
+        assert "midstream" not in answer
+        rest = answer["choices"][0]["message"]
+        both = whole(first, rest)
+        assert "think>" not in both["content"]
+        assert [(turn.parent, turn.added) for turn in turns_of(here)][1:] == [(1, [])]
+        # The answer as a client has it is the turn that went on.
+        answer = await say(here, [USER, both, MORE], 1)
+        assert "midstream" not in answer
+        assert turns_of(here)[2].parent == 2
     begun, went_on, next_one = (request.prompt for request in engine.requests)
     assert went_on == begun + reply[:at]
     assert next_one[: len(begun + reply)] == begun + reply
@@ -153,46 +149,40 @@ ENDED: dict[str, tuple[tuple[int, ...], dict[str, Any], bool]] = {
 
 
 @pytest.mark.parametrize("name", ENDED)
-def test_an_answer_that_had_ended_goes_on_as_a_branch(tmp_path: Path, name: str) -> None:
+async def test_an_answer_that_had_ended_goes_on_as_a_branch(tmp_path: Path, name: str) -> None:
     reply, fields, exact = ENDED[name]
     engine = an_engine(reply)
 
-    async def main() -> None:
-        async with running(tmp_path, engine) as here:
-            before = (await say(here, [USER], 20, **fields))["choices"][0]["message"]
-            first = (await say(here, [USER, before, MORE], 20, **fields))["choices"][0]["message"]
-            answer = await go_on(here, [USER, before, MORE, first], 2)
-            assert answer["midstream"]["branch"]["why"] == "edited"
-            assert answer["midstream"]["branch"]["turn"] == 1
-            turn = turns_of(here)[2]
-            assert (turn.parent, turn.branch) == (1, answer["midstream"]["branch"])
-
-    asyncio.run(main())
+    async with running(tmp_path, engine) as here:
+        before = (await say(here, [USER], 20, **fields))["choices"][0]["message"]
+        first = (await say(here, [USER, before, MORE], 20, **fields))["choices"][0]["message"]
+        answer = await go_on(here, [USER, before, MORE, first], 2)
+        assert answer["midstream"]["branch"]["why"] == "edited"
+        assert answer["midstream"]["branch"]["turn"] == 1
+        turn = turns_of(here)[2]
+        assert (turn.parent, turn.branch) == (1, answer["midstream"]["branch"])
     _, begun, went_on = (request.prompt for request in engine.requests)
     assert went_on == begun + (tuple(b"hello") if exact else ids("hello"))
 
 
-def test_an_answer_that_a_client_wrote_goes_on_as_a_branch_and_its_thinking_stays_open(
+async def test_an_answer_that_a_client_wrote_goes_on_as_a_branch_and_its_thinking_stays_open(
     tmp_path: Path,
 ) -> None:
     engine = an_engine(tuple(b"said\n</think>\n\nyes"))
 
-    async def main() -> None:
-        async with running(tmp_path, engine, write=thinking) as here:
-            begun = {"role": "assistant", "content": "", "reasoning_content": "He "}
-            answer = await go_on(here, [USER, begun], 18)
-            assert answer["midstream"]["branch"]["why"] == "unknown"
-            message = answer["choices"][0]["message"]
-            assert (message["reasoning_content"], message["content"]) == ("said", "yes")
-            again = await say(here, [USER, whole(begun, message), MORE], 1)
-            assert "midstream" not in again
-            call = {"id": "c", "type": "function", "function": {"name": "look", "arguments": "{}"}}
-            body = {"model": MODEL, "messages": [USER, {**begun, "tool_calls": [call]}], "max_tokens": 2}
-            refused = await here.http.post(CHAT, json=body | {"continue_final_message": True}, headers=NAMED)
-            assert refused.status_code == 400
-            assert refused.json()["error"]["param"] == "continue_final_message"
-
-    asyncio.run(main())
+    async with running(tmp_path, engine, write=thinking) as here:
+        begun = {"role": "assistant", "content": "", "reasoning_content": "He "}
+        answer = await go_on(here, [USER, begun], 18)
+        assert answer["midstream"]["branch"]["why"] == "unknown"
+        message = answer["choices"][0]["message"]
+        assert (message["reasoning_content"], message["content"]) == ("said", "yes")
+        again = await say(here, [USER, whole(begun, message), MORE], 1)
+        assert "midstream" not in again
+        call = {"id": "c", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+        body = {"model": MODEL, "messages": [USER, {**begun, "tool_calls": [call]}], "max_tokens": 2}
+        refused = await here.http.post(CHAT, json=body | {"continue_final_message": True}, headers=NAMED)
+        assert refused.status_code == 400
+        assert refused.json()["error"]["param"] == "continue_final_message"
     text = "<|im_start|>user\nhe said<|im_end|>\n<|im_start|>assistant\n<think>\nHe "
     assert engine.requests[0].prompt == ids(text)
 
@@ -217,7 +207,7 @@ async def test_a_stream_within_an_answer_is_resumed_where_its_thinking_is_open(t
             assert by_choice(events("".join(writes[:cut]) + rest.text)) == expected
 
 
-def test_a_chat_with_the_tokenizers_special_tokens_is_a_turn_as_any_other(tmp_path: Path) -> None:
+async def test_a_chat_with_the_tokenizers_special_tokens_is_a_turn_as_any_other(tmp_path: Path) -> None:
     engine = an_engine(tuple(b"hello "))
 
     def write(directory: Path) -> Path:
@@ -230,48 +220,42 @@ def test_a_chat_with_the_tokenizers_special_tokens_is_a_turn_as_any_other(tmp_pa
         tokenizer.save(str(directory / "tokenizer.json"))
         return directory
 
-    async def main() -> None:
-        async with running(tmp_path, engine, write=write) as here:
-            messages: list[dict[str, Any]] = [USER]
-            for _ in range(2):
-                answer = await say(here, messages, 6, add_special_tokens=True)
-                assert "midstream" not in answer
-                messages += [answer["choices"][0]["message"], MORE]
-            other = await say(here, messages, 6)
-            assert other["midstream"]["branch"] == {"why": "edited", "messages": 0}
-            assert [turn.parent for turn in turns_of(here)] == [0, 1, 0]
-
-    asyncio.run(main())
+    async with running(tmp_path, engine, write=write) as here:
+        messages: list[dict[str, Any]] = [USER]
+        for _ in range(2):
+            answer = await say(here, messages, 6, add_special_tokens=True)
+            assert "midstream" not in answer
+            messages += [answer["choices"][0]["message"], MORE]
+        other = await say(here, messages, 6)
+        assert other["midstream"]["branch"] == {"why": "edited", "messages": 0}
+        assert [turn.parent for turn in turns_of(here)] == [0, 1, 0]
     first, second = (request.prompt for request in engine.requests[:2])
     added = ids("<|im_end|><|im_start|>user\nand?<|im_end|><|im_start|>assistant\n")
     assert first == (IM_START, *ids("<|im_start|>user\nhe said<|im_end|><|im_start|>assistant\n"), IM_END)
     assert second == (*first, *engine.reply, *added, IM_END)
 
 
-def test_each_of_several_prompts_is_a_turn_and_says_its_branch(tmp_path: Path) -> None:
+async def test_each_of_several_prompts_is_a_turn_and_says_its_branch(tmp_path: Path) -> None:
     engine = an_engine(tuple(b"hello "))
 
-    async def main() -> None:
-        async with running(tmp_path, engine) as here:
-            asked = {"model": MODEL, "max_tokens": 6, "n": 2}
-            body = {**asked, "prompt": ["he said ", "else"]}
-            assert "midstream" not in (await here.http.post(COMPLETIONS, json=body, headers=NAMED)).json()
-            first = engine.requests[0].prompt + engine.reply
-            body = {**asked, "prompt": [[*first, 9], [1, 2]]}
-            answer = (await here.http.post(COMPLETIONS, json=body, headers=NAMED)).json()
-            new = {"why": "new", "messages": 0}
-            assert answer["midstream"] == {"branches": [None, new]}
-            # A text is tokenized refetch, so that a stream of it can go on elsewhere.
-            body = {**asked, "prompt": ["he said hello he", "else"], "stream": True}
-            stream = events((await here.http.post(COMPLETIONS, json=body, headers=NAMED)).text)
-            told = [event["midstream"]["branches"] for event in stream[:-1] if "midstream" in event]
-            assert [[branch["why"] for branch in branches] for branches in told] == [["template", "new"]]
-            turns = turns_of(here)
-            assert len(turns) == 12
-            assert {(turn.parent, tuple(turn.added)) for turn in turns[4:8]} == {(2, (9,)), (0, (1, 2))}
-            assert [turn.branch and turn.branch["why"] for turn in turns[8:]].count("template") == 2
-
-    asyncio.run(main())
+    async with running(tmp_path, engine) as here:
+        asked = {"model": MODEL, "max_tokens": 6, "n": 2}
+        body = {**asked, "prompt": ["he said ", "else"]}
+        assert "midstream" not in (await here.http.post(COMPLETIONS, json=body, headers=NAMED)).json()
+        first = engine.requests[0].prompt + engine.reply
+        body = {**asked, "prompt": [[*first, 9], [1, 2]]}
+        answer = (await here.http.post(COMPLETIONS, json=body, headers=NAMED)).json()
+        new = {"why": "new", "messages": 0}
+        assert answer["midstream"] == {"branches": [None, new]}
+        # A text is tokenized refetch, so that a stream of it can go on elsewhere.
+        body = {**asked, "prompt": ["he said hello he", "else"], "stream": True}
+        stream = events((await here.http.post(COMPLETIONS, json=body, headers=NAMED)).text)
+        told = [event["midstream"]["branches"] for event in stream[:-1] if "midstream" in event]
+        assert [[branch["why"] for branch in branches] for branches in told] == [["template", "new"]]
+        turns = turns_of(here)
+        assert len(turns) == 12
+        assert {(turn.parent, tuple(turn.added)) for turn in turns[4:8]} == {(2, (9,)), (0, (1, 2))}
+        assert [turn.branch and turn.branch["why"] for turn in turns[8:]].count("template") == 2
     assert engine.requests[4].prompt == ids("he said hello he")
 
 
@@ -396,7 +380,7 @@ REFUSED |= {"response_format", "structured_outputs"}
 
 
 @pytest.mark.parametrize(("path", "kind"), [(CHAT, ChatBody), (COMPLETIONS, CompletionBody)])
-def test_no_field_of_a_request_leaves_its_turn_out_of_the_trace(
+async def test_no_field_of_a_request_leaves_its_turn_out_of_the_trace(
     tmp_path: Path, path: str, kind: type[ChatBody | CompletionBody]
 ) -> None:
     names = set(kind.__struct_fields__)
@@ -405,58 +389,52 @@ def test_no_field_of_a_request_leaves_its_turn_out_of_the_trace(
     store = (tmp_path / "bucket").as_uri()
     files = RecordFiles(store, "default")
 
-    async def main() -> None:
-        async with running(tmp_path, an_engine(tuple(b"hello ")), files=files) as here:
-            for number, name in enumerate(sorted(names - REFUSED)):
-                session = f"s{number}"
-                body = {"model": MODEL, **base, "max_tokens": 5, **_NEEDS.get(name, {}), name: VALUES[name]}
-                named = {"x-midstream-session": session, "x-fireworks-r3-store-id": store}
-                answer = await here.http.post(path, json=body, headers=named)
-                assert answer.status_code == 200, (name, answer.text)
-                trace = here.replica.trace(("", session))
-                expected = {"n": 2, "prompt": 2}.get(name, 1)
-                assert trace is not None, name
-                assert len(trace.turns) == expected, name
-
-    asyncio.run(main())
+    async with running(tmp_path, an_engine(tuple(b"hello ")), files=files) as here:
+        for number, name in enumerate(sorted(names - REFUSED)):
+            session = f"s{number}"
+            body = {"model": MODEL, **base, "max_tokens": 5, **_NEEDS.get(name, {}), name: VALUES[name]}
+            named = {"x-midstream-session": session, "x-fireworks-r3-store-id": store}
+            answer = await here.http.post(path, json=body, headers=named)
+            assert answer.status_code == 200, (name, answer.text)
+            trace = here.replica.trace(("", session))
+            expected = {"n": 2, "prompt": 2}.get(name, 1)
+            assert trace is not None, name
+            assert len(trace.turns) == expected, name
     files.close()
 
 
 @pytest.mark.parametrize("kept", [True, False])
-def test_edited_thinking_is_a_branch_and_is_rendered(tmp_path: Path, kept: bool) -> None:
+async def test_edited_thinking_is_a_branch_and_is_rendered(tmp_path: Path, kept: bool) -> None:
     engine = an_engine((*b"<think>\nhm\n</think>\n\nyes", IM_END))
 
-    async def main() -> None:
-        async with running(tmp_path, engine, write=thinking) as here:
-            first = (await say(here, [USER], 40))["choices"][0]["message"]
-            assert first["reasoning_content"] == "hm"
-            call = {"role": "user", "content": "go on"}
-            second = (await say(here, [USER, first, call], 40))["choices"][0]["message"]
-            left_out = {"role": "assistant", "content": "yes"}
-            inline = {"role": "assistant", "content": "<think>\nhm\n</think>\n\nyes"}
-            for one, other in ((first, second), (left_out, second), (left_out, left_out), (inline, inline)):
-                answer = await say(here, [USER, one, call, other, MORE], 1)
-                assert "midstream" not in answer
-            edited = [
-                {**first, "reasoning_content": "hm, no"},
-                {"role": "assistant", "content": "hm, no</think>yes"},
-                {**first, "content": "not so\n</think>\n\nyes"},
-                {"role": "assistant", "content": "yes", "reasoning": "hm, no"},
-            ]
-            for message in edited:
-                answer = await say(here, [USER, message, call, second if kept else message, MORE], 1)
-                # Also where only the thinking before the last answer was edited.
-                assert answer["midstream"]["branch"] == {"why": "edited", "messages": 1}
-                answer = await say(here, [USER, first, call, message, MORE], 1)
-                assert answer["midstream"]["branch"] == {"why": "edited", "messages": 3, "turn": 1}
-            # What the client says is what is rendered.
-            last = {"role": "tool", "tool_call_id": "c", "content": "found"}
-            await say(here, [USER, {**first, "reasoning_content": "never"}, last], 1)
-            # And its next turn goes on from there.
-            answer = await say(here, [USER, edited[0], call, first, MORE, first, call], 1)
-            assert answer["midstream"]["branch"]["why"] == "edited"
-
-    asyncio.run(main())
+    async with running(tmp_path, engine, write=thinking) as here:
+        first = (await say(here, [USER], 40))["choices"][0]["message"]
+        assert first["reasoning_content"] == "hm"
+        call = {"role": "user", "content": "go on"}
+        second = (await say(here, [USER, first, call], 40))["choices"][0]["message"]
+        left_out = {"role": "assistant", "content": "yes"}
+        inline = {"role": "assistant", "content": "<think>\nhm\n</think>\n\nyes"}
+        for one, other in ((first, second), (left_out, second), (left_out, left_out), (inline, inline)):
+            answer = await say(here, [USER, one, call, other, MORE], 1)
+            assert "midstream" not in answer
+        edited = [
+            {**first, "reasoning_content": "hm, no"},
+            {"role": "assistant", "content": "hm, no</think>yes"},
+            {**first, "content": "not so\n</think>\n\nyes"},
+            {"role": "assistant", "content": "yes", "reasoning": "hm, no"},
+        ]
+        for message in edited:
+            answer = await say(here, [USER, message, call, second if kept else message, MORE], 1)
+            # Also where only the thinking before the last answer was edited.
+            assert answer["midstream"]["branch"] == {"why": "edited", "messages": 1}
+            answer = await say(here, [USER, first, call, message, MORE], 1)
+            assert answer["midstream"]["branch"] == {"why": "edited", "messages": 3, "turn": 1}
+        # What the client says is what is rendered.
+        last = {"role": "tool", "tool_call_id": "c", "content": "found"}
+        await say(here, [USER, {**first, "reasoning_content": "never"}, last], 1)
+        # And its next turn goes on from there.
+        answer = await say(here, [USER, edited[0], call, first, MORE, first, call], 1)
+        assert answer["midstream"]["branch"]["why"] == "edited"
     assert b"<think>\nnever\n</think>" in bytes(token for token in engine.requests[-2].prompt if token < 256)
 
 

@@ -178,10 +178,13 @@ def test_a_listing_of_several_pages_is_complete(s3: S3Server) -> None:
     assert list_directory("s3://rollouts", "many") == (names, [])
 
 
-def test_a_listing_longer_than_a_page_of_s3_itself_is_complete(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_listing_longer_than_a_page_of_s3_itself_is_complete(monkeypatch: pytest.MonkeyPatch) -> None:
     names = [f"model-{i:05d}.safetensors" for i in range(1003)]
 
-    async def put_all() -> None:
+    with s3_server(keys_per_page=1000) as s3:
+        for name, value in s3.environment().items():
+            monkeypatch.setenv(name, value)
+        s3.make_bucket("rollouts")
         store, slots = open_bucket("s3://rollouts/large"), asyncio.Semaphore(16)
 
         async def put(name: str) -> None:
@@ -189,13 +192,7 @@ def test_a_listing_longer_than_a_page_of_s3_itself_is_complete(monkeypatch: pyte
                 await store.put_async(name, b"x")
 
         await asyncio.gather(*map(put, names))
-
-    with s3_server(keys_per_page=1000) as s3:
-        for name, value in s3.environment().items():
-            monkeypatch.setenv(name, value)
-        s3.make_bucket("rollouts")
-        asyncio.run(put_all())
-        listing = asyncio.run(list_snapshot("s3://rollouts/large"))
+        listing = await list_snapshot("s3://rollouts/large")
     assert sorted(f.name for f in listing.files) == names
 
 

@@ -348,21 +348,18 @@ def test_a_disk_that_is_full_half_way_is_an_error_and_gets_its_room_back(
     assert listed(tmp_path) == ["bucket"]
 
 
-def test_a_fetch_has_its_room_before_another_process_looks_at_the_disk(
+async def test_a_fetch_has_its_room_before_another_process_looks_at_the_disk(
     bucket: Bucket, tmp_path: Path
 ) -> None:
     """Its files have their blocks before their first byte comes."""
     size = 64 * 4096
     bucket.put(WEIGHTS, blob(size))
 
-    async def scenario() -> None:
-        listing = await list_snapshot(bucket.url)
-        fetch.reserve_files(tmp_path, listing)
-        (reserved,) = partial_directory(tmp_path, bucket.url).glob("*.part")
-        assert reserved.stat().st_blocks * 512 >= size
-        await fetch_listed(listing, tmp_path / "dest")
-
-    asyncio.run(scenario())
+    listing = await list_snapshot(bucket.url)
+    fetch.reserve_files(tmp_path, listing)
+    (reserved,) = partial_directory(tmp_path, bucket.url).glob("*.part")
+    assert reserved.stat().st_blocks * 512 >= size
+    await fetch_listed(listing, tmp_path / "dest")
     assert files(tmp_path / "dest") == {WEIGHTS: blob(size)}
 
 

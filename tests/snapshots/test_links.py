@@ -175,7 +175,9 @@ def test_a_cached_link_is_held_again_or_not_used(bucket: Path, tmp_path: Path) -
         assert not is_link(fetched(chains, bucket) / WEIGHTS)
 
 
-def test_a_link_that_an_interrupted_fetch_left_is_never_written_to(bucket: Path, tmp_path: Path) -> None:
+async def test_a_link_that_an_interrupted_fetch_left_is_never_written_to(
+    bucket: Path, tmp_path: Path
+) -> None:
     """The next fetch may copy, and would write to the bucket."""
     before = (bucket / WEIGHTS).read_bytes()
     links = Links()
@@ -189,14 +191,11 @@ def test_a_link_that_an_interrupted_fetch_left_is_never_written_to(bucket: Path,
         await fetch_listed(listing, tmp_path / "dest", stop, links=links)
 
     with pytest.raises(KeyboardInterrupt):
-        asyncio.run(interrupted())
+        await interrupted()
     links.end()
     assert [path for path in partial_directory(tmp_path, bucket.as_uri()).glob("*.part") if is_link(path)]
 
-    async def copied() -> None:
-        await fetch_listed(await list_snapshot(bucket.as_uri()), tmp_path / "dest")
-
-    asyncio.run(copied())
+    await fetch_listed(await list_snapshot(bucket.as_uri()), tmp_path / "dest")
     assert not is_link(tmp_path / "dest" / WEIGHTS)
     assert (bucket / WEIGHTS).read_bytes() == (tmp_path / "dest" / WEIGHTS).read_bytes() == before
 

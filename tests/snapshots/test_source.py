@@ -176,7 +176,7 @@ def test_a_local_file_whose_header_went_bad_costs_one_attempt(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("damaged", [True, False])
-def test_a_parent_that_went_bad_is_told_from_a_bad_delta(tmp_path: Path, damaged: bool) -> None:
+async def test_a_parent_that_went_bad_is_told_from_a_bad_delta(tmp_path: Path, damaged: bool) -> None:
     """A delta says nothing of the tensors that it does not change."""
     full = write_checkpoint(tmp_path / "s0")
     before = load_file(full / "model.safetensors")
@@ -185,14 +185,14 @@ def test_a_parent_that_went_bad_is_told_from_a_bad_delta(tmp_path: Path, damaged
         changed[0, 0] = np.nan
     url = write_miles(tmp_path / "weight_v000001", before, before | {"layers.0.w": changed}).as_uri()
     first = SnapshotFiles(
-        snapshot="s0", url=full.as_uri(), fingerprint=asyncio.run(snapshot_fingerprint(full.as_uri()))
+        snapshot="s0", url=full.as_uri(), fingerprint=await snapshot_fingerprint(full.as_uri())
     )
     parent = Desired(snapshot="s0", generation=1, url=first.url, fingerprint=first.fingerprint)
     child = Desired(
         snapshot="s1",
         generation=2,
         url=url,
-        fingerprint=asyncio.run(snapshot_fingerprint(url)),
+        fingerprint=await snapshot_fingerprint(url),
         compression="miles_delta",
         parents=(first,),
     )
@@ -201,25 +201,22 @@ def test_a_parent_that_went_bad_is_told_from_a_bad_delta(tmp_path: Path, damaged
     def not_a_number(data: bytearray) -> None:
         data[-4:] = np.float32(np.nan).tobytes()
 
-    async def scenario() -> None:
-        here = await source.fetch(parent)
-        assert here is not None
-        await source.verify(here, parent)
-        await source.release([parent])
-        if damaged:
-            rot(here / "model.safetensors", not_a_number)
+    here = await source.fetch(parent)
+    assert here is not None
+    await source.verify(here, parent)
+    await source.release([parent])
+    if damaged:
+        rot(here / "model.safetensors", not_a_number)
+    assert await source.fetch(child) is None
+    path = await source.rebuild(child)
+    with pytest.raises(SnapshotNotFinite):
+        await source.verify(path, child)
+    assert await source.blames_itself(path) == damaged
+    if damaged:
         assert await source.fetch(child) is None
-        path = await source.rebuild(child)
-        with pytest.raises(SnapshotNotFinite):
-            await source.verify(path, child)
-        assert await source.blames_itself(path) == damaged
-        if damaged:
-            assert await source.fetch(child) is None
-            await source.verify(await source.rebuild(child), child)
-            assert weights(path)["layers.3.w"] == before["layers.3.w"].tobytes()
-            assert not await source.blames_itself(path)
-
-    asyncio.run(scenario())
+        await source.verify(await source.rebuild(child), child)
+        assert weights(path)["layers.3.w"] == before["layers.3.w"].tobytes()
+        assert not await source.blames_itself(path)
 
 
 def test_files_that_cannot_be_read_for_a_moment_are_not_fetched_again(

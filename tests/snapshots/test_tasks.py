@@ -11,7 +11,7 @@ from midstream.core.errors import SnapshotCorrupt, SnapshotError
 from midstream.snapshots.tasks import all_of, finished
 
 
-def test_a_call_in_a_thread_is_awaited_to_its_end_however_often_it_is_cancelled() -> None:
+async def test_a_call_in_a_thread_is_awaited_to_its_end_however_often_it_is_cancelled() -> None:
     """It uses files that are closed next: another file may have their numbers by then."""
     go_on, ended = threading.Event(), threading.Event()
 
@@ -19,7 +19,7 @@ def test_a_call_in_a_thread_is_awaited_to_its_end_however_often_it_is_cancelled(
         go_on.wait(120)
         ended.set()
 
-    async def scenario() -> None:
+    try:
         task = asyncio.create_task(finished(call))
         for _ in range(3):
             await asyncio.sleep(0)
@@ -29,9 +29,6 @@ def test_a_call_in_a_thread_is_awaited_to_its_end_however_often_it_is_cancelled(
         go_on.set()
         await asyncio.wait([task])
         assert (task.cancelled(), ended.is_set()) == (True, True)
-
-    try:
-        asyncio.run(scenario())
     finally:
         go_on.set()
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable
+from contextlib import asynccontextmanager
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -23,18 +24,16 @@ def policy(number: int) -> str:
     return f"tinker-ab-0-{number}"
 
 
-def play(most: int, scene: Callable[[SamplerAdapters, FakePolicies], Awaitable[None]], **loaded: str) -> None:
-    async def run() -> None:
-        policies = FakePolicies()
-        policies.loaded.update(loaded)
-        adapters = SamplerAdapters(policies, most)
-        try:
-            async with asyncio.timeout(120):
-                await scene(adapters, policies)
-        finally:
-            await adapters.close()
-
-    asyncio.run(run())
+@asynccontextmanager
+async def play(most: int, **loaded: str) -> AsyncIterator[tuple[SamplerAdapters, FakePolicies]]:
+    policies = FakePolicies()
+    policies.loaded.update(loaded)
+    adapters = SamplerAdapters(policies, most)
+    try:
+        async with asyncio.timeout(120):
+            yield adapters, policies
+    finally:
+        await adapters.close()
 
 
 async def use(adapters: SamplerAdapters, number: int) -> None:
@@ -42,8 +41,8 @@ async def use(adapters: SamplerAdapters, number: int) -> None:
         pass
 
 
-def test_an_adapter_is_loaded_once_and_the_least_recently_used_makes_way() -> None:
-    async def scene(adapters: SamplerAdapters, policies: FakePolicies) -> None:
+async def test_an_adapter_is_loaded_once_and_the_least_recently_used_makes_way() -> None:
+    async with play(2) as (adapters, policies):
         for number in (1, 2, 1, 3):
             async with adapters.use(name(number)):
                 assert policies.loaded[policy(number)] == name(number)
@@ -56,21 +55,16 @@ def test_an_adapter_is_loaded_once_and_the_least_recently_used_makes_way() -> No
         await use(adapters, 2)
         assert set(policies.loaded) == {policy(2), policy(3)}
 
-    play(2, scene)
+
+async def test_one_in_use_stays_and_the_newcomer_takes_the_idle_ones_place() -> None:
+    async with play(2) as (adapters, policies), adapters.use(name(1)):
+        await use(adapters, 2)
+        await use(adapters, 3)
+        assert set(policies.loaded) == {policy(1), policy(3)}
 
 
-def test_one_in_use_stays_and_the_newcomer_takes_the_idle_ones_place() -> None:
-    async def scene(adapters: SamplerAdapters, policies: FakePolicies) -> None:
-        async with adapters.use(name(1)):
-            await use(adapters, 2)
-            await use(adapters, 3)
-            assert set(policies.loaded) == {policy(1), policy(3)}
-
-    play(2, scene)
-
-
-def test_when_all_are_in_use_a_newcomer_waits_and_later_samples_of_the_leaver_wait_behind_it() -> None:
-    async def scene(adapters: SamplerAdapters, policies: FakePolicies) -> None:
+async def test_when_all_are_in_use_a_newcomer_waits_and_later_samples_of_the_leaver_wait_behind_it() -> None:
+    async with play(1) as (adapters, policies):
         async with contextlib.AsyncExitStack() as used:
             await used.enter_async_context(adapters.use(name(1)))
             newcomer = asyncio.create_task(use(adapters, 2))
@@ -88,11 +82,9 @@ def test_when_all_are_in_use_a_newcomer_waits_and_later_samples_of_the_leaver_wa
             ("load", policy(1)),
         ]
 
-    play(1, scene)
 
-
-def test_many_at_once_share_one_load_which_outlives_the_first_of_them() -> None:
-    async def scene(adapters: SamplerAdapters, policies: FakePolicies) -> None:
+async def test_many_at_once_share_one_load_which_outlives_the_first_of_them() -> None:
+    async with play(1) as (adapters, policies):
         gate, begun = asyncio.Event(), asyncio.Event()
 
         def wait(what: str, of: str) -> Awaitable[object]:
@@ -108,8 +100,6 @@ def test_many_at_once_share_one_load_which_outlives_the_first_of_them() -> None:
         await asyncio.gather(*users[1:])
         assert users[0].cancelled()
         assert policies.said == [("load", policy(1))]
-
-    play(1, scene)
 
 
 async def test_nothing_runs_after_the_end_whatever_was_being_loaded_or_waited_for() -> None:
@@ -133,8 +123,9 @@ async def test_nothing_runs_after_the_end_whatever_was_being_loaded_or_waited_fo
     assert asyncio.all_tasks() == before
 
 
-def test_one_that_cannot_be_loaded_fails_its_users_alone_and_leaves_its_place() -> None:
-    async def scene(adapters: SamplerAdapters, policies: FakePolicies) -> None:
+async def test_one_that_cannot_be_loaded_fails_its_users_alone_and_leaves_its_place() -> None:
+    async with play(2) as (adapters, policies):
+
         def refuse(what: str, of: str) -> None:
             if (what, of) == ("load", policy(1)):
                 raise WorkFailed("replica-0 could not load it: NaN", "unknown")
@@ -150,11 +141,9 @@ def test_one_that_cannot_be_loaded_fails_its_users_alone_and_leaves_its_place() 
         policies.before = None
         await use(adapters, 1)
 
-    play(2, scene)
 
-
-def test_one_that_cannot_be_ended_holds_up_nobody() -> None:
-    async def scene(adapters: SamplerAdapters, policies: FakePolicies) -> None:
+async def test_one_that_cannot_be_ended_holds_up_nobody() -> None:
+    async with play(1) as (adapters, policies):
         await use(adapters, 1)
 
         def refuse(what: str, of: str) -> None:
@@ -167,11 +156,9 @@ def test_one_that_cannot_be_ended_holds_up_nobody() -> None:
         await use(adapters, 1)
         assert set(policies.loaded) == {policy(1)}
 
-    play(1, scene)
 
-
-def test_one_that_could_not_be_ended_counts_again_and_makes_way_later() -> None:
-    async def scene(adapters: SamplerAdapters, policies: FakePolicies) -> None:
+async def test_one_that_could_not_be_ended_counts_again_and_makes_way_later() -> None:
+    async with play(1) as (adapters, policies):
         await use(adapters, 1)
 
         def refuse(what: str, of: str) -> None:
@@ -187,11 +174,10 @@ def test_one_that_could_not_be_ended_counts_again_and_makes_way_later() -> None:
             await asyncio.sleep(0)
         assert set(policies.loaded) == {policy(3)}
 
-    play(1, scene)
 
-
-def test_those_of_a_process_before_count_and_go_and_others_policies_are_let_alone() -> None:
-    async def scene(adapters: SamplerAdapters, policies: FakePolicies) -> None:
+async def test_those_of_a_process_before_count_and_go_and_others_policies_are_let_alone() -> None:
+    before = {"opponent": "step-4", policy(1): name(1), policy(7): name(7), "tinker-ab-0": "mine"}
+    async with play(2, **before) as (adapters, policies):
         async with adapters.use(name(1)), adapters.use(name(2)):
             assert policies.loaded == {
                 "opponent": "step-4",
@@ -202,19 +188,14 @@ def test_those_of_a_process_before_count_and_go_and_others_policies_are_let_alon
         # Whether it had come to serve is not known.
         assert ("load", policy(1)) in policies.said
 
-    before = {"opponent": "step-4", policy(1): name(1), policy(7): name(7), "tinker-ab-0": "mine"}
-    play(2, scene, **before)
 
-
-def test_one_is_forgotten_unless_somebody_uses_it() -> None:
-    async def scene(adapters: SamplerAdapters, policies: FakePolicies) -> None:
+async def test_one_is_forgotten_unless_somebody_uses_it() -> None:
+    async with play(2) as (adapters, policies):
         async with adapters.use(name(1)):
             assert not await adapters.forget(name(1))
         assert await adapters.forget(name(1))
         assert policies.loaded == {}
         assert await adapters.forget(name(9))
-
-    play(2, scene)
 
 
 @given(
@@ -243,4 +224,8 @@ def test_whoever_comes_when_the_bound_holds_and_everybody_has_a_turn(
         await asyncio.gather(*(user(number, turns) for number, turns in uses))
         assert policies.most <= most
 
-    play(most, scene)
+    async def main() -> None:
+        async with play(most) as at:
+            await scene(*at)
+
+    asyncio.run(main())

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,10 @@ from midstream_tinker.types import CreateSamplingSessionBody, SaveWeightsForSamp
 KEY = "tml-key"
 
 
-def play(root: Path, scene: Callable[[World], Awaitable[None]], **options: Any) -> None:
-    async def run() -> None:
-        async with world(root, **{"several": True, **options}) as at, asyncio.timeout(120):
-            await scene(at)
-
-    asyncio.run(run())
+@asynccontextmanager
+async def play(root: Path, **options: Any) -> AsyncIterator[World]:
+    async with world(root, **{"several": True, **options}) as at, asyncio.timeout(120):
+        yield at
 
 
 async def save(at: World, model: str, seq_id: int, name: str | None = None, seq: int | None = None) -> str:
@@ -53,8 +52,8 @@ def exports(at: World) -> list[bool]:
     return [said.adapter for said in at.trainer.said if isinstance(said, m.ExportWeights)]
 
 
-def test_a_saved_path_is_an_adapter_that_a_policy_of_its_own_serves(tmp_path: Path) -> None:
-    async def scene(at: World) -> None:
+async def test_a_saved_path_is_an_adapter_that_a_policy_of_its_own_serves(tmp_path: Path) -> None:
+    async with play(tmp_path) as at:
         model = await at.model()
         path = await saved(at, model, 1, "best")
         run = f"tinker-{at.session.removeprefix('session_')}-0"
@@ -69,11 +68,9 @@ def test_a_saved_path_is_an_adapter_that_a_policy_of_its_own_serves(tmp_path: Pa
         # The deployment's own weights have not changed.
         assert at.publish.serving == []
 
-    play(tmp_path, scene)
 
-
-def test_weights_without_a_name_serve_when_their_client_is_made(tmp_path: Path) -> None:
-    async def scene(at: World) -> None:
+async def test_weights_without_a_name_serve_when_their_client_is_made(tmp_path: Path) -> None:
+    async with play(tmp_path) as at:
         one, other = await at.model(0), await at.model(1)
         sessions = [
             await unnamed(at, one, 1, 4),
@@ -86,16 +83,14 @@ def test_weights_without_a_name_serve_when_their_client_is_made(tmp_path: Path) 
         assert set(at.policies.loaded.values()) == {session.snapshot for session in sessions[1:]}
         assert at.publish.serving == []
 
-    play(tmp_path, scene)
-
 
 @pytest.mark.parametrize(
     ("options", "rank"), [({"several": False}, 8), ({"adapters_max": 0}, 8), ({}, 0), ({}, 512)]
 )
-def test_where_there_are_no_policies_or_no_adapter_of_that_rank_weights_are_whole(
+async def test_where_there_are_no_policies_or_no_adapter_of_that_rank_weights_are_whole(
     tmp_path: Path, options: dict[str, Any], rank: int
 ) -> None:
-    async def scene(at: World) -> None:
+    async with play(tmp_path, **options) as at:
         model = await at.model(rank=rank)
         session = await unnamed(at, model, 1, 4)
         path = await saved(at, model, 2, "best")
@@ -105,10 +100,8 @@ def test_where_there_are_no_policies_or_no_adapter_of_that_rank_weights_are_whol
         assert [identity for identity, _ in at.publish.serving] == [session.snapshot, f"{session.run}-2-best"]
         assert at.policies.said == []
 
-    play(tmp_path, scene, **options)
 
-
-def test_an_adapter_saved_where_they_were_served_is_refused_in_words_where_they_are_not(
+async def test_an_adapter_saved_where_they_were_served_is_refused_in_words_where_they_are_not(
     tmp_path: Path,
 ) -> None:
     paths = []
@@ -123,12 +116,14 @@ def test_an_adapter_saved_where_they_were_served_is_refused_in_words_where_they_
             await session_of(at, paths[0])
         assert refused.value.status == 400
 
-    play(tmp_path, before)
-    play(tmp_path, after, adapters_max=0)
+    async with play(tmp_path) as at:
+        await before(at)
+    async with play(tmp_path, adapters_max=0) as at:
+        await after(at)
 
 
-def test_an_adapter_that_replicas_refuse_is_its_own_runs_error(tmp_path: Path) -> None:
-    async def scene(at: World) -> None:
+async def test_an_adapter_that_replicas_refuse_is_its_own_runs_error(tmp_path: Path) -> None:
+    async with play(tmp_path) as at:
         bad, good = await at.model(0), await at.model(1)
         path = await saved(at, bad, 1, "best")
 
@@ -148,11 +143,9 @@ def test_an_adapter_that_replicas_refuse_is_its_own_runs_error(tmp_path: Path) -
         assert [name.endswith("-1-best") for name in at.publish.bucket] == [True]
         assert (await unnamed(at, good, 1, 5)).snapshot in at.policies.loaded.values()
 
-    play(tmp_path, scene)
 
-
-def test_of_a_runs_unnamed_adapters_the_newest_stay_and_the_files_of_others_go(tmp_path: Path) -> None:
-    async def scene(at: World) -> None:
+async def test_of_a_runs_unnamed_adapters_the_newest_stay_and_the_files_of_others_go(tmp_path: Path) -> None:
+    async with play(tmp_path, unnamed_kept=2) as at:
         run, other = await at.model(0), await at.model(1)
         path = await saved(at, run, 1, "best")
         kept = await unnamed(at, other, 1, 10)
@@ -162,11 +155,9 @@ def test_of_a_runs_unnamed_adapters_the_newest_stay_and_the_files_of_others_go(t
         there = [at.store.sampling_session(TENANT, session.id) is not None for session in sessions]
         assert there == [False, False, False, True, True]
 
-    play(tmp_path, scene, unnamed_kept=2)
 
-
-def test_one_that_a_sample_still_uses_stays_until_the_next_is_saved(tmp_path: Path) -> None:
-    async def scene(at: World) -> None:
+async def test_one_that_a_sample_still_uses_stays_until_the_next_is_saved(tmp_path: Path) -> None:
+    async with play(tmp_path, unnamed_kept=1, adapters_max=3) as at:
         model = await at.model()
         first = await unnamed(at, model, 1, 1)
         async with at.adapters.use(str(first.snapshot)):
@@ -175,10 +166,10 @@ def test_one_that_a_sample_still_uses_stays_until_the_next_is_saved(tmp_path: Pa
         await unnamed(at, model, 3, 3)
         assert first.snapshot not in at.publish.bucket
 
-    play(tmp_path, scene, unnamed_kept=1, adapters_max=3)
 
-
-def test_after_a_restart_unnamed_adapters_of_sessions_that_are_gone_leave_the_bucket(tmp_path: Path) -> None:
+async def test_after_a_restart_unnamed_adapters_of_sessions_that_are_gone_leave_the_bucket(
+    tmp_path: Path,
+) -> None:
     snapshots = []
 
     async def before(at: World) -> None:
@@ -191,12 +182,14 @@ def test_after_a_restart_unnamed_adapters_of_sessions_that_are_gone_leave_the_bu
         newer = await unnamed(at, await at.model(), 1, 1)
         assert set(at.publish.bucket) == {newer.snapshot}
 
-    play(tmp_path, before)
-    play(tmp_path, after)
+    async with play(tmp_path) as at:
+        await before(at)
+    async with play(tmp_path) as at:
+        await after(at)
 
 
-def test_a_run_that_loads_holds_up_no_other(tmp_path: Path) -> None:
-    async def scene(at: World) -> None:
+async def test_a_run_that_loads_holds_up_no_other(tmp_path: Path) -> None:
+    async with play(tmp_path) as at:
         slow, quick = await at.model(0), await at.model(1)
         gate = asyncio.Event()
 
@@ -209,5 +202,3 @@ def test_a_run_that_loads_holds_up_no_other(tmp_path: Path) -> None:
         assert not at.future(waiting).done
         gate.set()
         await at.result(waiting)
-
-    play(tmp_path, scene)

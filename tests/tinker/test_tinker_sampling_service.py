@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -35,23 +36,20 @@ from midstream_tinker.types import SampleBody, decode
 Scenario = Callable[[Front, FakeGateway], Awaitable[None]]
 
 
-def run(directory: Path, answers: Any, scenario: Scenario, **options: Any) -> None:
+@asynccontextmanager
+async def run(directory: Path, answers: Any, **options: Any) -> AsyncIterator[tuple[Front, FakeGateway]]:
     """answers: a function of the request (may be async), or what to answer, one after another, with None for a completion."""
+    left = list(answers) if isinstance(answers, list) else None
 
-    async def main() -> None:
-        left = list(answers) if isinstance(answers, list) else None
+    async def answering(asked: Asked) -> Reply:
+        if left is None:
+            reply = answers(asked)
+            return await reply if asyncio.iscoroutine(reply) else reply
+        return left.pop(0) or completion(asked, 4, 5)
 
-        async def answering(asked: Asked) -> Reply:
-            if left is None:
-                reply = answers(asked)
-                return await reply if asyncio.iscoroutine(reply) else reply
-            return left.pop(0) or completion(asked, 4, 5)
-
-        async with fake_gateway(answering) as gateway, front(gateway.url, directory, **options) as made:
-            async with asyncio.timeout(120):
-                await scenario(made, gateway)
-
-    asyncio.run(main())
+    async with fake_gateway(answering) as gateway, front(gateway.url, directory, **options) as made:
+        async with asyncio.timeout(120):
+            yield made, gateway
 
 
 def body(session: str | None = None, seq: int | None = 0, **fields: Any) -> SampleBody:
@@ -80,12 +78,12 @@ async def failure(made: Front, sample: SampleBody) -> dict[str, Any]:
     return told
 
 
-def test_one_completion_with_the_key_the_weights_and_the_callers_key(
+async def test_one_completion_with_the_key_the_weights_and_the_callers_key(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
 
-    async def scenario(made: Front, gateway: FakeGateway) -> None:
+    async with run(tmp_path, [None]) as (made, gateway):
         session = made.sampling_session()
         request_id, sequences = await made.sampling.submit(
             TENANT, "tml-secret", body(session.id, 7, num_samples=2)
@@ -119,23 +117,19 @@ def test_one_completion_with_the_key_the_weights_and_the_callers_key(
         assert line in caplog.messages
         assert "tml-secret" not in caplog.text
 
-    run(tmp_path, [None], scenario)
 
-
-def test_a_session_of_a_model_that_was_served_before_a_restart_is_not_served_by_another(
+async def test_a_session_of_a_model_that_was_served_before_a_restart_is_not_served_by_another(
     tmp_path: Path,
 ) -> None:
-    async def scenario(made: Front, gateway: FakeGateway) -> None:
+    async with run(tmp_path, [None]) as (made, gateway):
         session = made.sampling_session(base_model="Other/Model")
         with pytest.raises(TinkerRefusal, match=r"'Other/Model'.*not served here any more") as caught:
             await made.sampling.submit(TENANT, None, body(session.id))
         assert (caught.value.status, caught.value.param) == (404, "sampling_session_id")
         assert gateway.asked == []
 
-    run(tmp_path, [None], scenario)
 
-
-def test_prompts_that_wait_are_bounded_for_each_key_alone_until_they_are_done(
+async def test_prompts_that_wait_are_bounded_for_each_key_alone_until_they_are_done(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "MAX_WAITING_TOKENS", 5)
@@ -161,11 +155,12 @@ def test_prompts_that_wait_are_bounded_for_each_key_alone_until_they_are_done(
         assert outcome is not None
         assert outcome.media_type == "application/x-protobuf"
 
-    run(tmp_path, answer, scenario)
+    async with run(tmp_path, answer) as at:
+        await scenario(*at)
 
 
-def test_a_sample_without_seq_id_or_session_has_no_key(tmp_path: Path) -> None:
-    async def scenario(made: Front, gateway: FakeGateway) -> None:
+async def test_a_sample_without_seq_id_or_session_has_no_key(tmp_path: Path) -> None:
+    async with run(tmp_path, [None, None]) as (made, gateway):
         session = made.sampling_session()
         for sample in (body(session.id, None), body(None, 3, base_model="Qwen/Qwen3-8B-Base")):
             request_id, _ = await made.sampling.submit(TENANT, None, sample)
@@ -175,10 +170,8 @@ def test_a_sample_without_seq_id_or_session_has_no_key(tmp_path: Path) -> None:
             assert "x-midstream-follow-prefix" not in asked.headers
             assert asked.headers["x-midstream-snapshot"] == "base"
 
-    run(tmp_path, [None, None], scenario)
 
-
-def test_a_submission_whose_answer_was_lost_is_not_sampled_twice(tmp_path: Path) -> None:
+async def test_a_submission_whose_answer_was_lost_is_not_sampled_twice(tmp_path: Path) -> None:
     """The SDK sends it again under its session and seq_id. Nobody would ask for the first one, nor end it."""
     gate = asyncio.Event()
 
@@ -198,7 +191,8 @@ def test_a_submission_whose_answer_was_lost_is_not_sampled_twice(tmp_path: Path)
         assert (await ended(made, lost[0])).outcome is not None
         assert len(gateway.asked) == 1
 
-    run(tmp_path, answer, scenario)
+    async with run(tmp_path, answer) as at:
+        await scenario(*at)
 
 
 @pytest.mark.parametrize(
@@ -210,12 +204,12 @@ def test_a_submission_whose_answer_was_lost_is_not_sampled_twice(tmp_path: Path)
         {"num_samples": 3},
     ],
 )
-def test_what_differs_from_an_earlier_submission_is_a_sample_of_its_own(
+async def test_what_differs_from_an_earlier_submission_is_a_sample_of_its_own(
     tmp_path: Path, fields: dict[str, Any]
 ) -> None:
     """Clients may keep a trajectory's seq_id over its turns."""
 
-    async def scenario(made: Front, gateway: FakeGateway) -> None:
+    async with run(tmp_path, [None, None]) as (made, gateway):
         session = made.sampling_session()
         first, _ = await made.sampling.submit(TENANT, None, body(session.id, 7))
         other, _ = await made.sampling.submit(TENANT, None, body(session.id, **{"seq": 7, **fields}))
@@ -224,11 +218,9 @@ def test_what_differs_from_an_earlier_submission_is_a_sample_of_its_own(
             await ended(made, request_id)
         assert len(gateway.asked) == 2
 
-    run(tmp_path, [None, None], scenario)
 
-
-def test_a_sample_that_its_client_knows_of_can_be_drawn_again(tmp_path: Path) -> None:
-    async def scenario(made: Front, gateway: FakeGateway) -> None:
+async def test_a_sample_that_its_client_knows_of_can_be_drawn_again(tmp_path: Path) -> None:
+    async with run(tmp_path, [None, None, None]) as (made, _gateway):
         sample = body(made.sampling_session().id, 7)
         first, _ = await made.sampling.submit(TENANT, None, sample)
         await ended(made, first)
@@ -241,21 +233,17 @@ def test_a_sample_that_its_client_knows_of_can_be_drawn_again(tmp_path: Path) ->
         assert third not in (first, again)
         assert (await ended(made, third)).outcome is not None
 
-    run(tmp_path, [None, None, None], scenario)
 
+async def test_with_the_serving_setting_a_base_model_takes_what_serves(tmp_path: Path) -> None:
+    def answers(asked: Asked) -> Reply:
+        return completion(asked, 4, snapshot="step-9")
 
-def test_with_the_serving_setting_a_base_model_takes_what_serves(tmp_path: Path) -> None:
-    async def scenario(made: Front, gateway: FakeGateway) -> None:
+    async with run(tmp_path, answers, served=replace(SERVED, base_policy="serving")) as (made, gateway):
         request_id, _ = await made.sampling.submit(TENANT, None, body(base_model=SERVED.names[0]))
         outcome = (await ended(made, request_id)).outcome
         assert outcome is not None
         assert outcome.headers["x-midstream-snapshot"] == "step-9"
         assert "x-midstream-snapshot" not in gateway.asked[0].headers
-
-    def answers(asked: Asked) -> Reply:
-        return completion(asked, 4, snapshot="step-9")
-
-    run(tmp_path, answers, scenario, served=replace(SERVED, base_policy="serving"))
 
 
 @pytest.mark.parametrize(
@@ -268,30 +256,26 @@ def test_with_the_serving_setting_a_base_model_takes_what_serves(tmp_path: Path)
         ({"model_path": "tinker://x/weights/y"}, 400, "model_path"),
     ],
 )
-def test_a_sample_of_nothing_is_refused_at_once(
+async def test_a_sample_of_nothing_is_refused_at_once(
     tmp_path: Path, fields: dict[str, Any], status: int, param: str
 ) -> None:
-    async def scenario(made: Front, gateway: FakeGateway) -> None:
+    async with run(tmp_path, []) as (made, gateway):
         with pytest.raises(TinkerRefusal) as refused:
             await made.sampling.submit(TENANT, None, body(**fields))
         assert (refused.value.status, refused.value.param) == (status, param)
         assert gateway.asked == []
         assert len(made.futures) == 0
 
-    run(tmp_path, [], scenario)
 
-
-def test_another_tenants_session_is_unknown(tmp_path: Path) -> None:
-    async def scenario(made: Front, gateway: FakeGateway) -> None:
+async def test_another_tenants_session_is_unknown(tmp_path: Path) -> None:
+    async with run(tmp_path, []) as (made, _gateway):
         session = made.sampling_session()
         with pytest.raises(TinkerRefusal) as refused:
             await made.sampling.submit("somebody else", None, body(session.id))
         assert refused.value.status == 404
 
-    run(tmp_path, [], scenario)
 
-
-def test_what_passes_is_tried_again_with_the_same_request(tmp_path: Path) -> None:
+async def test_what_passes_is_tried_again_with_the_same_request(tmp_path: Path) -> None:
     """Overloaded, a swap, a replica lost, a gateway that restarts: none of it reaches the client."""
     answers: list[Any] = [
         error(429, "queue full"),
@@ -303,7 +287,7 @@ def test_what_passes_is_tried_again_with_the_same_request(tmp_path: Path) -> Non
         None,
     ]
 
-    async def scenario(made: Front, gateway: FakeGateway) -> None:
+    async with run(tmp_path, answers) as (made, gateway):
         session = made.sampling_session()
         request_id, _ = await made.sampling.submit(TENANT, "tml-k", body(session.id, 4))
         outcome = (await ended(made, request_id)).outcome
@@ -312,30 +296,24 @@ def test_what_passes_is_tried_again_with_the_same_request(tmp_path: Path) -> Non
         assert len(gateway.asked) == len(answers)
         assert all(asked == gateway.asked[0] for asked in gateway.asked)
 
-    run(tmp_path, answers, scenario)
-
 
 @pytest.mark.parametrize(
     ("status", "category"), [(400, "user"), (404, "user"), (413, "user"), (422, "user"), (500, "server")]
 )
-def test_what_is_final_is_told_once(tmp_path: Path, status: int, category: str) -> None:
-    async def scenario(made: Front, gateway: FakeGateway) -> None:
+async def test_what_is_final_is_told_once(tmp_path: Path, status: int, category: str) -> None:
+    async with run(tmp_path, [error(status, "temperature: too hot")]) as (made, gateway):
         told = await failure(made, body(made.sampling_session().id))
         assert told == {"error": "temperature: too hot", "category": category}
         assert len(gateway.asked) == 1
 
-    run(tmp_path, [error(status, "temperature: too hot")], scenario)
 
-
-def test_advice_about_options_that_tinker_lacks_is_left_out(tmp_path: Path) -> None:
+async def test_advice_about_options_that_tinker_lacks_is_left_out(tmp_path: Path) -> None:
     message = "max_tokens: too many; lower max_tokens"
 
-    async def scenario(made: Front, gateway: FakeGateway) -> None:
+    answers = [error(400, f"{message} or set context_length_exceeded_behavior: truncate")]
+    async with run(tmp_path, answers) as (made, _gateway):
         told = await failure(made, body(made.sampling_session().id))
         assert told["error"] == message
-
-    answers = [error(400, f"{message} or set context_length_exceeded_behavior: truncate")]
-    run(tmp_path, answers, scenario)
 
 
 def not_served(serving: str, newest: str) -> Reply:
@@ -343,8 +321,8 @@ def not_served(serving: str, newest: str) -> Reply:
     return error(409, "no replica can serve", serving=entries, newest=newest)
 
 
-def test_superseded_weights_fail_with_both_names(tmp_path: Path) -> None:
-    async def scenario(made: Front, gateway: FakeGateway) -> None:
+async def test_superseded_weights_fail_with_both_names(tmp_path: Path) -> None:
+    async with run(tmp_path, [not_served("step-2", "step-2")]) as (made, gateway):
         session = made.sampling_session(snapshot="tinker-a-0-1-x", model_path="tinker://a/sampler_weights/x")
         told = await failure(made, body(session.id))
         assert told["category"] == "user"
@@ -352,10 +330,8 @@ def test_superseded_weights_fail_with_both_names(tmp_path: Path) -> None:
         assert "'step-2'" in told["error"]
         assert len(gateway.asked) == 1
 
-    run(tmp_path, [not_served("step-2", "step-2")], scenario)
 
-
-def test_weights_that_a_restarted_replica_will_serve_again_are_waited_for(tmp_path: Path) -> None:
+async def test_weights_that_a_restarted_replica_will_serve_again_are_waited_for(tmp_path: Path) -> None:
     async def scenario(made: Front, gateway: FakeGateway) -> None:
         session = made.sampling_session(policy="run", snapshot="tinker-a-0-1", run="tinker-a-0")
         request_id, _ = await made.sampling.submit(TENANT, None, body(session.id))
@@ -369,23 +345,22 @@ def test_weights_that_a_restarted_replica_will_serve_again_are_waited_for(tmp_pa
     def answers(asked: Asked) -> Reply:
         return refusals.pop() if refusals else completion(asked, 4, snapshot="tinker-a-0-2")
 
-    run(tmp_path, answers, scenario)
+    async with run(tmp_path, answers) as at:
+        await scenario(*at)
 
 
-def test_tokens_of_another_run_never_reach_the_client(tmp_path: Path) -> None:
-    async def scenario(made: Front, gateway: FakeGateway) -> None:
+async def test_tokens_of_another_run_never_reach_the_client(tmp_path: Path) -> None:
+    async with run(tmp_path, lambda asked: completion(asked, 4, snapshot="tinker-b-0-1")) as (made, _gateway):
         session = made.sampling_session(policy="run", snapshot="tinker-a-0-1", run="tinker-a-0")
         told = await failure(made, body(session.id))
         assert told["category"] == "user"
         assert "'tinker-b-0-1'" in told["error"]
 
-    run(tmp_path, lambda asked: completion(asked, 4, snapshot="tinker-b-0-1"), scenario)
-
 
 ADAPTER = "tinker-a-0-7-best"
 
 
-def test_samples_of_adapters_go_to_their_policies_under_their_own_labels(tmp_path: Path) -> None:
+async def test_samples_of_adapters_go_to_their_policies_under_their_own_labels(tmp_path: Path) -> None:
     async def scenario(made: Front, gateway: FakeGateway) -> None:
         snapshots = ["tinker-a-0-7-best", "tinker-a-0-9", "tinker-b-1-2"]
         requests = []
@@ -406,16 +381,22 @@ def test_samples_of_adapters_go_to_their_policies_under_their_own_labels(tmp_pat
         assert policy == asked_for.removesuffix("-best")
         return completion(asked, 4, snapshot=asked_for)
 
-    run(tmp_path, answers, scenario)
+    async with run(tmp_path, answers) as at:
+        await scenario(*at)
 
 
 @pytest.mark.parametrize("refusal", [error(404, "not served here"), None])
-def test_an_adapter_that_somebody_ended_or_replaced_is_loaded_again(
+async def test_an_adapter_that_somebody_ended_or_replaced_is_loaded_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refusal: Reply | None
 ) -> None:
     monkeypatch.setattr(module, "LOAD_PAUSE_S", 0.0)
 
-    async def scenario(made: Front, gateway: FakeGateway) -> None:
+    refusals = [refusal or not_served("step-4", "step-4")] * 2
+
+    def answers(asked: Asked) -> Reply:
+        return refusals.pop() if refusals else completion(asked, 4, snapshot=ADAPTER)
+
+    async with run(tmp_path, answers) as (made, _gateway):
         session = made.sampling_session(policy="adapter", snapshot=ADAPTER, run="tinker-a-0")
         request_id, _ = await made.sampling.submit(TENANT, None, body(session.id))
         outcome = (await ended(made, request_id)).outcome
@@ -423,16 +404,10 @@ def test_an_adapter_that_somebody_ended_or_replaced_is_loaded_again(
         assert outcome.headers["x-midstream-snapshot"] == ADAPTER
         assert made.policies.said == [("load", "tinker-a-0-7")] * 3
 
-    refusals = [refusal or not_served("step-4", "step-4")] * 2
 
-    def answers(asked: Asked) -> Reply:
-        return refusals.pop() if refusals else completion(asked, 4, snapshot=ADAPTER)
+async def test_an_adapter_that_cannot_be_loaded_fails_its_sample_in_words(tmp_path: Path) -> None:
+    async with run(tmp_path, lambda asked: completion(asked, 4)) as (made, gateway):
 
-    run(tmp_path, answers, scenario)
-
-
-def test_an_adapter_that_cannot_be_loaded_fails_its_sample_in_words(tmp_path: Path) -> None:
-    async def scenario(made: Front, gateway: FakeGateway) -> None:
         def refuse(what: str, policy: str) -> None:
             if what == "load" and policy == "tinker-a-0-7":
                 raise WorkFailed("replica-0 could not load it: NaN", "unknown")
@@ -446,26 +421,20 @@ def test_an_adapter_that_cannot_be_loaded_fails_its_sample_in_words(tmp_path: Pa
         request_id, _ = await made.sampling.submit(TENANT, None, body(base.id))
         assert (await ended(made, request_id)).outcome is not None
 
-    run(tmp_path, lambda asked: completion(asked, 4), scenario)
 
-
-def test_a_server_that_stays_away_is_given_up(tmp_path: Path) -> None:
-    async def scenario(made: Front, gateway: FakeGateway) -> None:
+async def test_a_server_that_stays_away_is_given_up(tmp_path: Path) -> None:
+    async with run(tmp_path, lambda _: error(503, "no replica"), unreachable_s=20.0) as (made, gateway):
         told = await failure(made, body(made.sampling_session().id))
         assert told["category"] == "server"
         assert "no replica" in told["error"]
         assert len(gateway.asked) > 3
 
-    run(tmp_path, lambda _: error(503, "no replica"), scenario, unreachable_s=20.0)
 
-
-def test_a_request_that_breaks_every_connection_is_given_up(tmp_path: Path) -> None:
-    async def scenario(made: Front, gateway: FakeGateway) -> None:
+async def test_a_request_that_breaks_every_connection_is_given_up(tmp_path: Path) -> None:
+    async with run(tmp_path, lambda _: Reply(cut=True)) as (made, gateway):
         told = await failure(made, body(made.sampling_session().id))
         assert told["category"] == "server"
         assert len(gateway.asked) == 11
-
-    run(tmp_path, lambda _: Reply(cut=True), scenario)
 
 
 async def test_the_gateway_may_move(tmp_path: Path) -> None:
@@ -483,7 +452,7 @@ async def test_the_gateway_may_move(tmp_path: Path) -> None:
         assert outcome.media_type == "application/x-protobuf"
 
 
-def test_a_cancelled_sample_ends_its_completion(tmp_path: Path) -> None:
+async def test_a_cancelled_sample_ends_its_completion(tmp_path: Path) -> None:
     begun = asyncio.Event()
 
     async def answers(_: Asked) -> Reply:
@@ -501,10 +470,11 @@ def test_a_cancelled_sample_ends_its_completion(tmp_path: Path) -> None:
         assert future.outcome is not None
         assert future.outcome.status == 410
 
-    run(tmp_path, answers, scenario)
+    async with run(tmp_path, answers) as at:
+        await scenario(*at)
 
 
-def test_closing_leaves_no_future_open(tmp_path: Path) -> None:
+async def test_closing_leaves_no_future_open(tmp_path: Path) -> None:
     begun = asyncio.Event()
 
     async def answers(_: Asked) -> Reply:
@@ -522,10 +492,11 @@ def test_closing_leaves_no_future_open(tmp_path: Path) -> None:
         assert future.outcome.status == 410
         await gateway.left.wait()
 
-    run(tmp_path, answers, scenario)
+    async with run(tmp_path, answers) as at:
+        await scenario(*at)
 
 
-def test_600_samples_at_once_end_each_with_its_own_answer(tmp_path: Path) -> None:
+async def test_600_samples_at_once_end_each_with_its_own_answer(tmp_path: Path) -> None:
     """All of them are under way before the first is answered."""
     count = 600
     everybody = asyncio.Event()
@@ -548,4 +519,5 @@ def test_600_samples_at_once_end_each_with_its_own_answer(tmp_path: Path) -> Non
             assert (1000 + number).to_bytes(4, "little") in outcome.body
         assert sorted(came) == list(range(count))
 
-    run(tmp_path, answers, scenario)
+    async with run(tmp_path, answers) as at:
+        await scenario(*at)

@@ -607,38 +607,30 @@ async def test_what_a_request_that_never_comes_held_up_fails(tmp_path: Path) -> 
         assert at.trainer.weights[model] == ["step 0.1"]
 
 
-def test_a_model_whose_session_has_expired_makes_way_for_the_next(tmp_path: Path) -> None:
+async def test_a_model_whose_session_has_expired_makes_way_for_the_next(tmp_path: Path) -> None:
     now = 1000.0
 
-    async def run() -> None:
-        nonlocal now
-        async with world(tmp_path, clock=lambda: now) as at:
-            await at.model(0)
-            now += 25 * 3600
-            at.new_session()
-            at.store.expire()
-            made = await at.model(0)
-            assert list(at.trainer.weights) == [made]
-
-    asyncio.run(run())
+    async with world(tmp_path, clock=lambda: now) as at:
+        await at.model(0)
+        now += 25 * 3600
+        at.new_session()
+        at.store.expire()
+        made = await at.model(0)
+        assert list(at.trainer.weights) == [made]
 
 
-def test_nothing_is_held_of_a_model_whose_session_expired_unfinished(tmp_path: Path) -> None:
+async def test_nothing_is_held_of_a_model_whose_session_expired_unfinished(tmp_path: Path) -> None:
     now = 1000.0
 
-    async def run() -> None:
-        nonlocal now
-        async with world(tmp_path, clock=lambda: now) as at, asyncio.timeout(120):
-            old = await at.model(0)
-            worker = at.training._models[old].turns_task
-            assert worker is not None
-            now += 25 * 3600
-            at.new_session()
-            at.store.expire()
-            new = await at.model(0)
-            await worker
-            assert list(at.training._models) == list(at.trainer.weights) == [new]
-            await at.result(await at.step(new, 1))
-            assert at.trainer.weights[new] == ["step 0.1"]
-
-    asyncio.run(run())
+    async with world(tmp_path, clock=lambda: now) as at, asyncio.timeout(120):
+        old = await at.model(0)
+        worker = at.training._models[old].turns_task
+        assert worker is not None
+        now += 25 * 3600
+        at.new_session()
+        at.store.expire()
+        new = await at.model(0)
+        await worker
+        assert list(at.training._models) == list(at.trainer.weights) == [new]
+        await at.result(await at.step(new, 1))
+        assert at.trainer.weights[new] == ["step 0.1"]

@@ -72,19 +72,16 @@ def names(at: Scene) -> list[str]:
     return sorted(place.name for place in at.server.bucket.iterdir())
 
 
-def test_steps_are_served_as_deltas_on_the_one_before_and_now_and_then_whole(tmp_path: Path) -> None:
-    async def run(at: Scene) -> None:
+async def test_steps_are_served_as_deltas_on_the_one_before_and_now_and_then_whole(tmp_path: Path) -> None:
+    with scene(tmp_path) as at:
         for step in range(5):
             await at.publisher.publish(f"run-{step}", at.export(step), KEY)
             at.assert_serves(step)
         assert deltas(at) == [None, "run-0", "run-1", None, "run-3"]
 
+
+async def test_old_steps_leave_the_bucket_and_what_was_kept_stays(tmp_path: Path) -> None:
     with scene(tmp_path) as at:
-        asyncio.run(run(at))
-
-
-def test_old_steps_leave_the_bucket_and_what_was_kept_stays(tmp_path: Path) -> None:
-    async def run(at: Scene) -> None:
         await at.publisher.keep("run-0-best", at.export(0))
         stranger = at.server.bucket / "somebody-elses"
         stranger.mkdir()
@@ -97,12 +94,9 @@ def test_old_steps_leave_the_bucket_and_what_was_kept_stays(tmp_path: Path) -> N
         assert len(list((at.server.bucket / "run-0-best").iterdir())) == 3
         at.assert_serves(7)
 
+
+async def test_a_step_that_fails_to_load_takes_nothing_from_the_bucket(tmp_path: Path) -> None:
     with scene(tmp_path) as at:
-        asyncio.run(run(at))
-
-
-def test_a_step_that_fails_to_load_takes_nothing_from_the_bucket(tmp_path: Path) -> None:
-    async def run(at: Scene) -> None:
         await at.publisher.publish("run-1", at.export(1), KEY)
         for step in (2, 3, 4):
             at.server.fail = f"run-{step}"
@@ -111,14 +105,11 @@ def test_a_step_that_fails_to_load_takes_nothing_from_the_bucket(tmp_path: Path)
         # What replicas fall back on.
         assert (at.server.bucket / "run-1" / "model.safetensors").exists()
 
-    with scene(tmp_path) as at:
-        asyncio.run(run(at))
 
-
-def test_steps_that_were_ready_too_late_are_kept_for_what_stands_on_them_and_go_with_it(
+async def test_steps_that_were_ready_too_late_are_kept_for_what_stands_on_them_and_go_with_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def run(at: Scene) -> None:
+    with scene(tmp_path) as at:
         at.publisher = DeploymentPublisher(
             gateway_url=at.publisher.gateway_url,
             deployment="accounts/a/deployments/d",
@@ -150,14 +141,11 @@ def test_steps_that_were_ready_too_late_are_kept_for_what_stands_on_them_and_go_
             await at.publisher.publish(f"run-{step}", at.export(step), KEY)
         assert names(at) == sorted(f"run-{step}" for step in range(7, 14))
 
-    with scene(tmp_path) as at:
-        asyncio.run(run(at))
 
-
-def test_old_files_that_somebody_else_removes_meanwhile_fail_no_publication(
+async def test_old_files_that_somebody_else_removes_meanwhile_fail_no_publication(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def run(at: Scene) -> None:
+    with scene(tmp_path) as at:
         monkeypatch.setattr(
             publishing_module, "list_directory", lambda bucket, identity: (["model.safetensors"], [])
         )
@@ -168,12 +156,9 @@ def test_old_files_that_somebody_else_removes_meanwhile_fail_no_publication(
             await at.publisher.publish(f"run-{step}", at.export(step), KEY)
         at.assert_serves(7)
 
+
+async def test_what_failed_leaves_the_bucket_in_the_end(tmp_path: Path) -> None:
     with scene(tmp_path) as at:
-        asyncio.run(run(at))
-
-
-def test_what_failed_leaves_the_bucket_in_the_end(tmp_path: Path) -> None:
-    async def run(at: Scene) -> None:
         for step in range(1, 9):
             at.server.fail = f"run-{step}" if step % 2 == 0 else None
             try:
@@ -182,23 +167,17 @@ def test_what_failed_leaves_the_bucket_in_the_end(tmp_path: Path) -> None:
                 assert step % 2 == 0
         assert names(at) == ["run-5", "run-6", "run-7", "run-8"]
 
+
+async def test_what_is_asked_for_at_once_is_published_in_that_order(tmp_path: Path) -> None:
     with scene(tmp_path) as at:
-        asyncio.run(run(at))
-
-
-def test_what_is_asked_for_at_once_is_published_in_that_order(tmp_path: Path) -> None:
-    async def run(at: Scene) -> None:
         calls = [at.publisher.publish(f"run-{step}", at.export(step), KEY) for step in range(3)]
         await asyncio.gather(*calls)
         assert [signal["identity"] for signal in at.server.signals] == ["run-0", "run-1", "run-2"]
         at.assert_serves(2)
 
+
+async def test_what_is_kept_serves_when_it_is_asked_for_and_not_before(tmp_path: Path) -> None:
     with scene(tmp_path) as at:
-        asyncio.run(run(at))
-
-
-def test_what_is_kept_serves_when_it_is_asked_for_and_not_before(tmp_path: Path) -> None:
-    async def run(at: Scene) -> None:
         await at.publisher.publish("run-1", at.export(1), KEY)
         await at.publisher.keep("run-2-best", at.export(2))
         at.assert_serves(1)
@@ -210,24 +189,20 @@ def test_what_is_kept_serves_when_it_is_asked_for_and_not_before(tmp_path: Path)
         # Nothing stands on what was served in between.
         assert deltas(at) == [None, "run-1", None, None]
 
+
+async def test_a_wrong_key_is_the_callers_fault(tmp_path: Path) -> None:
     with scene(tmp_path) as at:
-        asyncio.run(run(at))
-
-
-def test_a_wrong_key_is_the_callers_fault(tmp_path: Path) -> None:
-    async def run(at: Scene) -> None:
         for key in (None, "tml-other"):
             with pytest.raises(WorkFailed, match="a valid API key is needed") as failed:
                 await at.publisher.publish(f"run-{key}", at.export(len(str(key))), key)
             assert failed.value.category == "user"
         assert at.server.signals == []
 
+
+async def test_weights_that_no_replica_can_load_fail_with_its_words_and_the_next_are_whole(
+    tmp_path: Path,
+) -> None:
     with scene(tmp_path) as at:
-        asyncio.run(run(at))
-
-
-def test_weights_that_no_replica_can_load_fail_with_its_words_and_the_next_are_whole(tmp_path: Path) -> None:
-    async def run(at: Scene) -> None:
         await at.publisher.publish("run-1", at.export(1), KEY)
         at.server.fail = "run-2"
         with pytest.raises(WorkFailed, match="r0 could not load snapshot 'run-2': Adler-32 differs"):
@@ -236,12 +211,9 @@ def test_weights_that_no_replica_can_load_fail_with_its_words_and_the_next_are_w
         assert deltas(at) == [None, "run-1", None]
         at.assert_serves(3)
 
+
+async def test_an_export_that_is_no_checkpoint_fails_and_is_not_signalled(tmp_path: Path) -> None:
     with scene(tmp_path) as at:
-        asyncio.run(run(at))
-
-
-def test_an_export_that_is_no_checkpoint_fails_and_is_not_signalled(tmp_path: Path) -> None:
-    async def run(at: Scene) -> None:
         directory = at.export(1)
         (directory / "model.safetensors").write_bytes(b"torn")
         for act in (at.publisher.publish("run-1", directory, KEY), at.publisher.keep("run-1", directory)):
@@ -251,14 +223,11 @@ def test_an_export_that_is_no_checkpoint_fails_and_is_not_signalled(tmp_path: Pa
         assert at.server.signals == []
         assert not any(at.server.bucket.iterdir())
 
-    with scene(tmp_path) as at:
-        asyncio.run(run(at))
 
-
-def test_stopping_ends_a_publication_that_waits_for_the_server(
+async def test_stopping_ends_a_publication_that_waits_for_the_server(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def run(at: Scene) -> None:
+    with scene(tmp_path) as at:
         asked = threading.Event()
 
         def away(request: httpx.Request) -> httpx.Response:
@@ -274,9 +243,6 @@ def test_stopping_ends_a_publication_that_waits_for_the_server(
         monkeypatch.undo()
         await at.publisher.publish("run-2", at.export(2), KEY)
         at.assert_serves(2)
-
-    with scene(tmp_path) as at:
-        asyncio.run(run(at))
 
 
 def test_a_snapshot_is_removed_from_an_object_store_and_nothing_beside_it(

@@ -8,7 +8,8 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -27,20 +28,20 @@ LEARN = m.RunForwardBackward(request(DATA))
 STEP = m.OptimStep("m", AdamParams(learning_rate=3e-3))
 
 
-def with_trainer(model: Path, body: Callable[[Trainer], Awaitable[None]]) -> None:
-    async def main() -> None:
-        trainer = Trainer(m.StartTrainer(str(model)))
-        try:
-            await body(trainer)
-        finally:
-            await trainer.close()
-        assert trainer.pid is None
-
-    asyncio.run(main())
+@asynccontextmanager
+async def with_trainer(model: Path) -> AsyncIterator[Trainer]:
+    trainer = Trainer(m.StartTrainer(str(model)))
+    try:
+        yield trainer
+    finally:
+        await trainer.close()
+    assert trainer.pid is None
 
 
-def test_a_model_is_made_trained_saved_taken_up_and_exported(tiny_model: Models, tmp_path: Path) -> None:
-    async def body(trainer: Trainer) -> None:
+async def test_a_model_is_made_trained_saved_taken_up_and_exported(
+    tiny_model: Models, tmp_path: Path
+) -> None:
+    async with with_trainer(tiny_model()) as trainer:
         info = await trainer.start()
         assert (info.model_type, info.moe_layers, info.top_k, info.experts) == ("qwen3_moe", 4, 2, 8)
         made = await trainer.call(m.CreateModel("m", LoraConfig(rank=4, seed=1)))
@@ -62,11 +63,9 @@ def test_a_model_is_made_trained_saved_taken_up_and_exported(tiny_model: Models,
         assert written.size > saved.size
         assert (tmp_path / "export" / "config.json").exists()
 
-    with_trainer(tiny_model(), body)
 
-
-def test_a_command_that_fails_is_told_and_the_others_go_on(tiny_model: Models, tmp_path: Path) -> None:
-    async def body(trainer: Trainer) -> None:
+async def test_a_command_that_fails_is_told_and_the_others_go_on(tiny_model: Models, tmp_path: Path) -> None:
+    async with with_trainer(tiny_model()) as trainer:
         await trainer.start()
         await trainer.call(m.CreateModel("m", FULL))
         wrong = request(DATA, "gspo")
@@ -91,11 +90,9 @@ def test_a_command_that_fails_is_told_and_the_others_go_on(tiny_model: Models, t
         with pytest.raises(WorkFailed, match="the trainer has no model m"):
             await trainer.call(LEARN)
 
-    with_trainer(tiny_model(), body)
 
-
-def test_calls_of_a_trainer_that_is_killed_fail_and_a_new_one_starts_empty(tiny_model: Models) -> None:
-    async def body(trainer: Trainer) -> None:
+async def test_calls_of_a_trainer_that_is_killed_fail_and_a_new_one_starts_empty(tiny_model: Models) -> None:
+    async with with_trainer(tiny_model()) as trainer:
         with pytest.raises(TrainerDied, match="is not running"):
             await trainer.call(LEARN)
         await trainer.start()
@@ -121,11 +118,11 @@ def test_calls_of_a_trainer_that_is_killed_fail_and_a_new_one_starts_empty(tiny_
         with pytest.raises(WorkFailed, match="the trainer has no model m"):
             await trainer.call(LEARN)
 
-    with_trainer(tiny_model(), body)
 
-
-def test_closing_ends_calls_under_way_and_a_cancelled_call_does_not_shift_replies(tiny_model: Models) -> None:
-    async def body(trainer: Trainer) -> None:
+async def test_closing_ends_calls_under_way_and_a_cancelled_call_does_not_shift_replies(
+    tiny_model: Models,
+) -> None:
+    async with with_trainer(tiny_model()) as trainer:
         await trainer.start()
         await trainer.call(m.CreateModel("m", FULL))
         gone = asyncio.create_task(trainer.call(LEARN))
@@ -140,18 +137,14 @@ def test_closing_ends_calls_under_way_and_a_cancelled_call_does_not_shift_replie
         with pytest.raises(TrainerDied, match="was closed"):
             await late
 
-    with_trainer(tiny_model(), body)
 
-
-def test_a_model_that_cannot_be_read_is_said_and_no_process_is_left(tmp_path: Path) -> None:
-    async def body(trainer: Trainer) -> None:
+async def test_a_model_that_cannot_be_read_is_said_and_no_process_is_left(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "nothing-known"}')
+    async with with_trainer(tmp_path) as trainer:
         with pytest.raises(WorkFailed, match="the model cannot be trained: ") as refused:
             await trainer.start()
         assert refused.value.category == "server"
         assert trainer.pid is None
-
-    (tmp_path / "config.json").write_text('{"model_type": "nothing-known"}')
-    with_trainer(tmp_path, body)
 
 
 def test_the_process_ends_when_the_front_is_gone_even_within_a_command(tiny_model: Models) -> None:

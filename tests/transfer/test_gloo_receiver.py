@@ -106,7 +106,7 @@ def left_in(cache: SnapshotCache) -> list[Path]:
 
 
 @pytest.mark.parametrize("packed", [True, variant(False)])
-def test_what_comes_is_a_checkpoint_of_the_same_tensors(
+async def test_what_comes_is_a_checkpoint_of_the_same_tensors(
     base: Path, cache: SnapshotCache, packed: bool
 ) -> None:
     async def body() -> None:
@@ -140,275 +140,240 @@ def test_what_comes_is_a_checkpoint_of_the_same_tensors(
         assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
         assert received.received_bytes == sum(tensor.nbytes for tensor in expected.values())
 
-    run(body)
+    await body()
 
 
-def test_two_receivers_of_one_group_make_equal_files(base: Path, cache: SnapshotCache) -> None:
-    async def body() -> None:
-        async with gloo_trainer(base / WEIGHTS_FILE, receivers=2) as trainer:
-            receivers = [receiver_of(base, cache) for _ in range(2)]
-            await joined(trainer, *receivers)
-            one, other = await pushed(trainer, [trainer.names], *receivers)
-            assert one == other
-            for receiver in receivers:
-                receiver.end("the test is over")
-                await receiver.ended()
-            assert left_in(cache) == []
-
-    run(body)
-
-
-def test_a_trainer_that_dies_in_a_broadcast_is_reported_at_once(base: Path, cache: SnapshotCache) -> None:
-    async def body() -> None:
-        async with gloo_trainer(base / WEIGHTS_FILE, piece_bytes=2**20) as trainer:
-            receiver = receiver_of(base, cache)
-            await joined(trainer, receiver)
-            await receiver.begin(SOON_S)
-            assert await receiver.trainer_state(SOON_S) is TrainerState.ALIVE
-            trainer.send(trainer.names, stop_after=3)
-            receiving = asyncio.create_task(receiver.receive(trainer.sent(trainer.names), 10 * SOON_S))
-            await trainer.reports("stopped")
-            # Its store answers while a broadcast waits, and while a step of it holds the interpreter.
-            assert await receiver.trainer_state(SOON_S) is TrainerState.ALIVE
-            await trainer.die()
-            address = f"127.0.0.1:{trainer.rendezvous.master_port}"
-            with pytest.raises(ReplicaUnavailable, match=f"lost the trainer at {address}"):
-                await asyncio.wait_for(receiving, SOON_S)
-            assert "lost the trainer" in await receiver.ended()
-            assert await receiver.trainer_state(SOON_S) is TrainerState.GONE
-            assert gone(receiver.pid)
-            assert left_in(cache) == []
-
-    run(body)
-
-
-@pytest.mark.variant
-def test_a_trainer_that_died_between_two_calls_is_not_alive(base: Path, cache: SnapshotCache) -> None:
-    async def body() -> None:
-        async with gloo_trainer(base / WEIGHTS_FILE) as trainer:
-            receiver = receiver_of(base, cache)
-            await joined(trainer, receiver)
-            await trainer.die()
-            assert await receiver.trainer_state(SOON_S) is TrainerState.GONE
-            await receiver.begin(SOON_S)
-            with pytest.raises(ReplicaUnavailable, match="lost the trainer"):
-                await receiver.receive(trainer.sent(trainer.names), SOON_S)
+async def test_two_receivers_of_one_group_make_equal_files(base: Path, cache: SnapshotCache) -> None:
+    async with gloo_trainer(base / WEIGHTS_FILE, receivers=2) as trainer:
+        receivers = [receiver_of(base, cache) for _ in range(2)]
+        await joined(trainer, *receivers)
+        one, other = await pushed(trainer, [trainer.names], *receivers)
+        assert one == other
+        for receiver in receivers:
+            receiver.end("the test is over")
             await receiver.ended()
+        assert left_in(cache) == []
 
-    run(body)
 
-
-@pytest.mark.variant
-def test_the_store_of_another_trainer_at_the_same_port_is_not_its_trainer(
+async def test_a_trainer_that_dies_in_a_broadcast_is_reported_at_once(
     base: Path, cache: SnapshotCache
 ) -> None:
-    async def body() -> None:
-        async with gloo_trainer(base / WEIGHTS_FILE) as trainer:
-            receiver = receiver_of(base, cache)
-            await joined(trainer, receiver)
-            assert await receiver.trainer_state(SOON_S) is TrainerState.ALIVE
-            await trainer.die()
-            port = trainer.rendezvous.master_port
-            # It was started again under another name of the same machine.
-            store = TCPStore("127.0.0.1", port, 2, True, wait_for_workers=False)
-            assert await receiver.trainer_state(SOON_S) is TrainerState.GONE
-            del store
-            receiver.end("done")
-            await receiver.ended()
-
-    run(body)
+    async with gloo_trainer(base / WEIGHTS_FILE, piece_bytes=2**20) as trainer:
+        receiver = receiver_of(base, cache)
+        await joined(trainer, receiver)
+        await receiver.begin(SOON_S)
+        assert await receiver.trainer_state(SOON_S) is TrainerState.ALIVE
+        trainer.send(trainer.names, stop_after=3)
+        receiving = asyncio.create_task(receiver.receive(trainer.sent(trainer.names), 10 * SOON_S))
+        await trainer.reports("stopped")
+        # Its store answers while a broadcast waits, and while a step of it holds the interpreter.
+        assert await receiver.trainer_state(SOON_S) is TrainerState.ALIVE
+        await trainer.die()
+        address = f"127.0.0.1:{trainer.rendezvous.master_port}"
+        with pytest.raises(ReplicaUnavailable, match=f"lost the trainer at {address}"):
+            await asyncio.wait_for(receiving, SOON_S)
+        assert "lost the trainer" in await receiver.ended()
+        assert await receiver.trainer_state(SOON_S) is TrainerState.GONE
+        assert gone(receiver.pid)
+        assert left_in(cache) == []
 
 
 @pytest.mark.variant
-def test_what_is_silent_at_a_dead_trainers_port_is_not_known_to_be_the_trainer(
+async def test_a_trainer_that_died_between_two_calls_is_not_alive(base: Path, cache: SnapshotCache) -> None:
+    async with gloo_trainer(base / WEIGHTS_FILE) as trainer:
+        receiver = receiver_of(base, cache)
+        await joined(trainer, receiver)
+        await trainer.die()
+        assert await receiver.trainer_state(SOON_S) is TrainerState.GONE
+        await receiver.begin(SOON_S)
+        with pytest.raises(ReplicaUnavailable, match="lost the trainer"):
+            await receiver.receive(trainer.sent(trainer.names), SOON_S)
+        await receiver.ended()
+
+
+@pytest.mark.variant
+async def test_the_store_of_another_trainer_at_the_same_port_is_not_its_trainer(
     base: Path, cache: SnapshotCache
 ) -> None:
-    async def body() -> None:
-        async with gloo_trainer(base / WEIGHTS_FILE) as trainer:
-            receiver = receiver_of(base, cache)
-            await joined(trainer, receiver)
-            # A trainer that stands still is as silent. The next look finds it.
-            trainer.process.send_signal(signal.SIGSTOP)
-            assert await receiver.trainer_state(LOOK_WITHIN_S) is TrainerState.UNKNOWN
-            trainer.process.send_signal(signal.SIGCONT)
-            assert await receiver.trainer_state(SOON_S) is TrainerState.ALIVE
-            await trainer.die()
-            here = "127.0.0.1", trainer.rendezvous.master_port
-            with socket.create_server(here):
-                for _ in range(2):
-                    assert await receiver.trainer_state(LOOK_WITHIN_S) is TrainerState.UNKNOWN
-            server = await asyncio.start_server(answer_as_http, *here)
-            assert await receiver.trainer_state(SOON_S) is TrainerState.GONE
-            server.close()
-            receiver.end("done")
-            await receiver.ended()
+    async with gloo_trainer(base / WEIGHTS_FILE) as trainer:
+        receiver = receiver_of(base, cache)
+        await joined(trainer, receiver)
+        assert await receiver.trainer_state(SOON_S) is TrainerState.ALIVE
+        await trainer.die()
+        port = trainer.rendezvous.master_port
+        # It was started again under another name of the same machine.
+        store = TCPStore("127.0.0.1", port, 2, True, wait_for_workers=False)
+        assert await receiver.trainer_state(SOON_S) is TrainerState.GONE
+        del store
+        receiver.end("done")
+        await receiver.ended()
 
+
+@pytest.mark.variant
+async def test_what_is_silent_at_a_dead_trainers_port_is_not_known_to_be_the_trainer(
+    base: Path, cache: SnapshotCache
+) -> None:
     async def answer_as_http(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(b"HTTP/1.1 400 Bad Request\r\nconnection: close\r\n\r\n")
         writer.close()
 
-    run(body)
+    async with gloo_trainer(base / WEIGHTS_FILE) as trainer:
+        receiver = receiver_of(base, cache)
+        await joined(trainer, receiver)
+        # A trainer that stands still is as silent. The next look finds it.
+        trainer.process.send_signal(signal.SIGSTOP)
+        assert await receiver.trainer_state(LOOK_WITHIN_S) is TrainerState.UNKNOWN
+        trainer.process.send_signal(signal.SIGCONT)
+        assert await receiver.trainer_state(SOON_S) is TrainerState.ALIVE
+        await trainer.die()
+        here = "127.0.0.1", trainer.rendezvous.master_port
+        with socket.create_server(here):
+            for _ in range(2):
+                assert await receiver.trainer_state(LOOK_WITHIN_S) is TrainerState.UNKNOWN
+        server = await asyncio.start_server(answer_as_http, *here)
+        assert await receiver.trainer_state(SOON_S) is TrainerState.GONE
+        server.close()
+        receiver.end("done")
+        await receiver.ended()
 
 
-def test_a_receiver_that_stands_still_is_killed_before_the_deadline(
+async def test_a_receiver_that_stands_still_is_killed_before_the_deadline(
     base: Path, cache: SnapshotCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(process, "PING_S", 0.05)
     # A healthy one may be without a core for a while, before it is stopped.
     monkeypatch.setattr(process, "SILENT_S", 3.0)
 
-    async def body() -> None:
-        async with gloo_trainer(base / WEIGHTS_FILE) as trainer:
-            receiver = receiver_of(base, cache)
-            await joined(trainer, receiver)
-            await receiver.begin(SOON_S)
-            trainer.send(trainer.names, stop_after=0)
-            await trainer.reports("stopped")
-            receiving = asyncio.create_task(receiver.receive(trainer.sent(trainer.names), 10 * SOON_S))
-            assert receiver.pid is not None
-            os.kill(receiver.pid, signal.SIGSTOP)
-            with pytest.raises(ReplicaUnavailable, match=r"has not answered for 3 s"):
-                await asyncio.wait_for(receiving, SOON_S)
-            await asyncio.wait_for(receiver.ended(), SOON_S)
-            assert gone(receiver.pid)
-
-    run(body)
+    async with gloo_trainer(base / WEIGHTS_FILE) as trainer:
+        receiver = receiver_of(base, cache)
+        await joined(trainer, receiver)
+        await receiver.begin(SOON_S)
+        trainer.send(trainer.names, stop_after=0)
+        await trainer.reports("stopped")
+        receiving = asyncio.create_task(receiver.receive(trainer.sent(trainer.names), 10 * SOON_S))
+        assert receiver.pid is not None
+        os.kill(receiver.pid, signal.SIGSTOP)
+        with pytest.raises(ReplicaUnavailable, match=r"has not answered for 3 s"):
+            await asyncio.wait_for(receiving, SOON_S)
+        await asyncio.wait_for(receiver.ended(), SOON_S)
+        assert gone(receiver.pid)
 
 
-def test_a_receiver_that_waits_in_a_broadcast_answers_meanwhile(base: Path, cache: SnapshotCache) -> None:
-    async def body() -> None:
-        async with gloo_trainer(base / WEIGHTS_FILE) as trainer:
-            receiver = receiver_of(base, cache)
-            await joined(trainer, receiver)
-            await receiver.begin(SOON_S)
-            trainer.send(trainer.names, stop_after=0)
-            await trainer.reports("stopped")
-            receiving = asyncio.create_task(receiver.receive(trainer.sent(trainer.names), 10 * SOON_S))
-            for _ in range(3):
-                # The order to receive was begun first, so it is sent first.
-                answer = receiver._answer(receiver._living(), m.Ping)
-                assert (await asyncio.wait_for(answer, SOON_S)).error is None
-            assert not receiving.done()
-            receiver.end("done")
-            with pytest.raises(ReplicaUnavailable):
-                await receiving
-            await receiver.ended()
-
-    run(body)
-
-
-def test_a_receiver_that_misses_a_deadline_is_killed(base: Path, cache: SnapshotCache) -> None:
-    async def body() -> None:
-        async with gloo_trainer(base / WEIGHTS_FILE, piece_bytes=2**20) as trainer:
-            receiver = receiver_of(base, cache)
-            await joined(trainer, receiver)
-            await receiver.begin(SOON_S)
-            # Nothing of this call comes: a broadcast without its receiver would not end.
-            trainer.send(trainer.names, stop_after=0)
-            await trainer.reports("stopped")
-            with pytest.raises(ReplicaUnavailable, match=r"did not get \d+ tensors within 0\.2 s"):
-                await receiver.receive(trainer.sent(trainer.names), 0.2)
-            await receiver.ended()
-            assert gone(receiver.pid)
-            assert left_in(cache) == []
-
-    run(body)
-
-
-def test_a_group_that_is_not_complete_ends_at_the_deadline(base: Path, cache: SnapshotCache) -> None:
-    async def body() -> None:
-        async with gloo_trainer(base / WEIGHTS_FILE, receivers=2) as trainer:
-            receiver = receiver_of(base, cache)
-            with pytest.raises(ReplicaUnavailable, match="did not form its group of 3 within 1 s"):
-                await receiver.join(trainer.rendezvous, 1.0)
-            await receiver.ended()
-            assert gone(receiver.pid)
-
-    run(body)
-
-
-def test_a_receiver_that_ends_by_itself_says_why(base: Path, cache: SnapshotCache) -> None:
-    async def body() -> None:
-        async with gloo_trainer(base / WEIGHTS_FILE, piece_bytes=2**20) as trainer:
-            receiver = receiver_of(base, cache)
-            await joined(trainer, receiver)
-            await receiver.begin(SOON_S)
-            trainer.send(trainer.names, stop_after=1)
-            receiving = asyncio.create_task(receiver.receive(trainer.sent(trainer.names), SOON_S))
-            await trainer.reports("stopped")
-            assert receiver.pid is not None
-            os.kill(receiver.pid, 9)
-            with pytest.raises(ReplicaUnavailable, match="the receiver process ended by SIGKILL"):
-                await receiving
-            assert await receiver.ended() == "the receiver process ended by SIGKILL"
-            assert left_in(cache) == []
-            # Its part may ask before it hears of the end.
-            with pytest.raises(ReplicaUnavailable, match="ended by SIGKILL"):
-                await receiver.finish(SOON_S)
-            with pytest.raises(ReplicaUnavailable, match="ended by SIGKILL"):
-                await receiver.begin(SOON_S)
-
-    run(body)
-
-
-def test_an_update_that_is_dropped_leaves_nothing_and_the_next_one_is_whole(
+async def test_a_receiver_that_waits_in_a_broadcast_answers_meanwhile(
     base: Path, cache: SnapshotCache
 ) -> None:
-    async def body() -> None:
-        async with gloo_trainer(base / WEIGHTS_FILE) as trainer:
-            receiver = receiver_of(base, cache)
-            await joined(trainer, receiver)
-            await receiver.begin(SOON_S)
-            first = trainer.names[:2]
-            trainer.send(first)
-            await receiver.receive(trainer.sent(first), SOON_S)
-            await trainer.reports("sent")
-            with pytest.raises(InvalidRequest, match="tensors were not sent"):
-                receiver.check_complete()
-            receiver.drop()
-            (received,) = await pushed(trainer, [trainer.names], receiver)
-            directory = receiver.hand_over()
-            assert received.content == directory_content(directory, [CONFIG_FILE, WEIGHTS_FILE])
-            receiver.end("the test is over")
-            await receiver.ended()
+    async with gloo_trainer(base / WEIGHTS_FILE) as trainer:
+        receiver = receiver_of(base, cache)
+        await joined(trainer, receiver)
+        await receiver.begin(SOON_S)
+        trainer.send(trainer.names, stop_after=0)
+        await trainer.reports("stopped")
+        receiving = asyncio.create_task(receiver.receive(trainer.sent(trainer.names), 10 * SOON_S))
+        for _ in range(3):
+            # The order to receive was begun first, so it is sent first.
+            answer = receiver._answer(receiver._living(), m.Ping)
+            assert (await asyncio.wait_for(answer, SOON_S)).error is None
+        assert not receiving.done()
+        receiver.end("done")
+        with pytest.raises(ReplicaUnavailable):
+            await receiving
+        await receiver.ended()
 
-    run(body)
+
+async def test_a_receiver_that_misses_a_deadline_is_killed(base: Path, cache: SnapshotCache) -> None:
+    async with gloo_trainer(base / WEIGHTS_FILE, piece_bytes=2**20) as trainer:
+        receiver = receiver_of(base, cache)
+        await joined(trainer, receiver)
+        await receiver.begin(SOON_S)
+        # Nothing of this call comes: a broadcast without its receiver would not end.
+        trainer.send(trainer.names, stop_after=0)
+        await trainer.reports("stopped")
+        with pytest.raises(ReplicaUnavailable, match=r"did not get \d+ tensors within 0\.2 s"):
+            await receiver.receive(trainer.sent(trainer.names), 0.2)
+        await receiver.ended()
+        assert gone(receiver.pid)
+        assert left_in(cache) == []
+
+
+async def test_a_group_that_is_not_complete_ends_at_the_deadline(base: Path, cache: SnapshotCache) -> None:
+    async with gloo_trainer(base / WEIGHTS_FILE, receivers=2) as trainer:
+        receiver = receiver_of(base, cache)
+        with pytest.raises(ReplicaUnavailable, match="did not form its group of 3 within 1 s"):
+            await receiver.join(trainer.rendezvous, 1.0)
+        await receiver.ended()
+        assert gone(receiver.pid)
+
+
+async def test_a_receiver_that_ends_by_itself_says_why(base: Path, cache: SnapshotCache) -> None:
+    async with gloo_trainer(base / WEIGHTS_FILE, piece_bytes=2**20) as trainer:
+        receiver = receiver_of(base, cache)
+        await joined(trainer, receiver)
+        await receiver.begin(SOON_S)
+        trainer.send(trainer.names, stop_after=1)
+        receiving = asyncio.create_task(receiver.receive(trainer.sent(trainer.names), SOON_S))
+        await trainer.reports("stopped")
+        assert receiver.pid is not None
+        os.kill(receiver.pid, 9)
+        with pytest.raises(ReplicaUnavailable, match="the receiver process ended by SIGKILL"):
+            await receiving
+        assert await receiver.ended() == "the receiver process ended by SIGKILL"
+        assert left_in(cache) == []
+        # Its part may ask before it hears of the end.
+        with pytest.raises(ReplicaUnavailable, match="ended by SIGKILL"):
+            await receiver.finish(SOON_S)
+        with pytest.raises(ReplicaUnavailable, match="ended by SIGKILL"):
+            await receiver.begin(SOON_S)
+
+
+async def test_an_update_that_is_dropped_leaves_nothing_and_the_next_one_is_whole(
+    base: Path, cache: SnapshotCache
+) -> None:
+    async with gloo_trainer(base / WEIGHTS_FILE) as trainer:
+        receiver = receiver_of(base, cache)
+        await joined(trainer, receiver)
+        await receiver.begin(SOON_S)
+        first = trainer.names[:2]
+        trainer.send(first)
+        await receiver.receive(trainer.sent(first), SOON_S)
+        await trainer.reports("sent")
+        with pytest.raises(InvalidRequest, match="tensors were not sent"):
+            receiver.check_complete()
+        receiver.drop()
+        (received,) = await pushed(trainer, [trainer.names], receiver)
+        directory = receiver.hand_over()
+        assert received.content == directory_content(directory, [CONFIG_FILE, WEIGHTS_FILE])
+        receiver.end("the test is over")
+        await receiver.ended()
 
 
 @pytest.mark.variant
-def test_no_room_is_found_before_a_byte_comes(base: Path, tmp_path: Path) -> None:
-    async def body() -> None:
-        small = SnapshotCache(tmp_path / "cache", 2**20)
-        async with gloo_trainer(base / WEIGHTS_FILE) as trainer:
-            receiver = receiver_of(base, small)
-            await joined(trainer, receiver)
-            with pytest.raises(
-                ReplicaUnavailable, match=r"no room for the update: .* larger replica\.snapshot_cache"
-            ):
-                await receiver.begin(SOON_S)
-            receiver.end("the test is over")
-            await receiver.ended()
-            assert left_in(small) == []
-
-    run(body)
+async def test_no_room_is_found_before_a_byte_comes(base: Path, tmp_path: Path) -> None:
+    small = SnapshotCache(tmp_path / "cache", 2**20)
+    async with gloo_trainer(base / WEIGHTS_FILE) as trainer:
+        receiver = receiver_of(base, small)
+        await joined(trainer, receiver)
+        with pytest.raises(
+            ReplicaUnavailable, match=r"no room for the update: .* larger replica\.snapshot_cache"
+        ):
+            await receiver.begin(SOON_S)
+        receiver.end("the test is over")
+        await receiver.ended()
+        assert left_in(small) == []
 
 
 @pytest.mark.parametrize(
     ("field", "value"),
     [("rank_offset", 0), ("rank_offset", 2), ("master_port", 0), ("packed_buffer_size_bytes", 0)],
 )
-def test_an_impossible_rendezvous_is_refused_before_a_process_starts(
+async def test_an_impossible_rendezvous_is_refused_before_a_process_starts(
     base: Path, cache: SnapshotCache, field: str, value: int
 ) -> None:
-    async def body() -> None:
-        receiver = receiver_of(base, cache)
-        sound = Rendezvous(master_address="127.0.0.1", master_port=1, world_size=2)
-        with pytest.raises(InvalidRequest) as refused:
-            await receiver.join(replace(sound, **{field: value}), SOON_S)
-        assert refused.value.param == f"init_info.{field}"
-        assert receiver.pid is None
-
-    run(body)
+    receiver = receiver_of(base, cache)
+    sound = Rendezvous(master_address="127.0.0.1", master_port=1, world_size=2)
+    with pytest.raises(InvalidRequest) as refused:
+        await receiver.join(replace(sound, **{field: value}), SOON_S)
+    assert refused.value.param == f"init_info.{field}"
+    assert receiver.pid is None
 
 
 def test_the_process_ends_with_its_replica() -> None:
