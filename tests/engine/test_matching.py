@@ -146,7 +146,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             own = [epoch for epoch, owners in self.owner.items() if policy in owners]
             track = track.fixed_at(own[-min(back, len(own))])
         seq = sequence(prompt, age_max=age_max, salt=policy.encode(), track=track)
-        assert self.scheduler._match(seq) == best_chain(self.scheduler, seq)
+        assert self.scheduler.match(seq) == best_chain(self.scheduler, seq)
 
     @invariant()
     def every_sequence_reads_one_chain(self) -> None:
@@ -300,7 +300,7 @@ def computed(scheduler: Scheduler, prompt: SequenceOf[int], *, age_max: int | No
 
 
 def matched(scheduler: Scheduler, prompt: SequenceOf[int], *, age_max: int | None = None) -> list[Prefix]:
-    return scheduler._match(sequence(prompt, age_max=age_max, track=scheduler.track))
+    return scheduler.match(sequence(prompt, age_max=age_max, track=scheduler.track))
 
 
 def epochs(found: SequenceOf[Prefix]) -> list[int]:
@@ -325,12 +325,12 @@ def test_a_request_pinned_to_a_resident_snapshot_finds_no_kv_of_later_weights() 
     scheduler.track.commit(1)
     computed(scheduler, range(8), age_max=0)
     pinned = sequence(range(8), track=scheduler.track.fixed_at(0))
-    assert epochs(scheduler._match(pinned)) == [0, 0]
+    assert epochs(scheduler.match(pinned)) == [0, 0]
     assert epochs(matched(scheduler, range(8))) == [1, 1, 1, 1]
     other = new_scheduler(65)
     other.track.commit(1)
     computed(other, range(8))
-    assert other._match(sequence(range(8), track=Track(0, fixed=True))) == []
+    assert other.match(sequence(range(8), track=Track(0, fixed=True))) == []
 
 
 @pytest.mark.parametrize(("bound", "found"), [(1, 63), (4, 64)])

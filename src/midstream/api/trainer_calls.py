@@ -11,6 +11,7 @@ Always holds:
 from __future__ import annotations
 
 import asyncio
+import uuid
 from collections.abc import Mapping
 
 import msgspec
@@ -415,7 +416,8 @@ class TrainerApi:
 
     async def _reset_caches(self, deployment: Deployment) -> None:
         _check_resets(deployment)
-        await self._tell(deployment, "/replica/reset_cache", b"")
+        # Replicas whose caches the same call reset may give KV to each other.
+        await self._tell(deployment, "/replica/reset_cache", uuid.uuid4().hex.encode())
 
     async def _tell(self, deployment: Deployment, path: str, body: bytes) -> list[bytes]:
         """What every replica that is heard answers. Raises ReplicaUnavailable when one does not."""

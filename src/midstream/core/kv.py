@@ -34,6 +34,7 @@ class KvStats(msgspec.Struct, frozen=True, kw_only=True):
     offloaded: _Whole = 0
     restored_tokens: _Whole = 0
     dropped_tokens: _Whole = 0
+    travelled_tokens: _Whole = 0
 
     @property
     def free(self) -> int:

@@ -434,6 +434,7 @@ ENGINE_FEATURES: dict[str, str] = {
     "cache_policies": "reset_prompt_cache all, new_session and none, without reuse beyond what they say",
     "max_cache_age": 'reset_prompt_cache {"max_age": k}',
     "session_kv": "KV of sessions between two turns is kept for as long as the next one is likely",
+    "kv_travel": "KV of a session that moves is copied to its new home where that is cheaper than to compute it",
     "kv_provenance": "which snapshots computed cached KV, token by token",
     "resume": "continuing a stream of a lost replica",
     "reproducible_sampling": "equal seeds give equal tokens, whatever else runs and also after a failover",
@@ -481,7 +482,6 @@ class PolicyEnd(msgspec.Struct, frozen=True, kw_only=True):
 
 
 ENGINE_SILENT_FROM_S = 5
-
 # (tenant, key): equal keys of two tenants are different sessions. "": the only tenant.
 Session = tuple[str, str]
 

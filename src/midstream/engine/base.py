@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from midstream.core.types import EngineStats, GenerateRequest, GenerationEvent, ModelInfo, SwapTiming
+from midstream.engine.kv_copies import KvCopies
 
 #: Takes an event that ends nothing in the turn of the loop that brings it, or leaves it to the iterator: False.
 AtOnce = Callable[[GenerationEvent], bool]
@@ -232,6 +233,8 @@ class Engine(Slot):
     """in_place: None for an engine that takes no weights from a trainer by itself."""
 
     in_place: InPlaceWeights | None = None
+    #: Of an engine that runs. None: its KV stays where it is (feature `kv_travel`).
+    kv: KvCopies | None = None
 
     @abc.abstractmethod
     async def start(self) -> ModelInfo:

@@ -144,6 +144,18 @@ class Claims(Generic[P]):
         if len(self._of) > CLAIMS_MAX:
             self.end(next(iter(self._of)))
 
+    def grow(self, session: str, salt: SaltParts, path: Sequence[P], returns: Return, now: float) -> None:
+        """The last place of a path has just come: the claim that ends before it grows. If none does, the path is a claim."""
+        before = path[-2:-1]
+        for claim in self._of.get(session, ()):
+            alike = claim.salt == salt and len(claim.path) == len(path) - 1 and claim.overdue_at > now
+            if alike and before and claim.path[-1] == before[0]:
+                self._pool.claim(path[-1], session)
+                claim.path.append(path[-1])
+                claim.blocks += 1
+                return
+        self.add(session, salt, path, returns, now)
+
     def end(self, session: str) -> None:
         """The session is over: what it had alone is the first to be evicted."""
         for claim in tuple(self._of.get(session, ())):

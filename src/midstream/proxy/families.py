@@ -93,6 +93,9 @@ REPLICAS: dict[str, Family] = {
     "midstream_replica_kv_dropped_tokens": Family(
         "counter", "tokens that went from the second tier of the KV cache unused", _REPLICA
     ),
+    "midstream_replica_kv_travelled_tokens": Family(
+        "counter", "tokens whose KV was copied from another replica", _REPLICA
+    ),
     "midstream_replica_kv_budget_tokens": Family(
         "gauge", "tokens of the KV cache that sessions may claim; 0: no session waits", _REPLICA
     ),

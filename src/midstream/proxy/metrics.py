@@ -62,6 +62,7 @@ _REPORTED: dict[str, _ReportValue] = {
     "midstream_replica_kv_offloaded_tokens": lambda r: r.engine.kv.offloaded * r.engine.kv.block_tokens,
     "midstream_replica_kv_restored_tokens": lambda r: r.engine.kv.restored_tokens,
     "midstream_replica_kv_dropped_tokens": lambda r: r.engine.kv.dropped_tokens,
+    "midstream_replica_kv_travelled_tokens": lambda r: r.engine.kv.travelled_tokens,
     "midstream_replica_kv_budget_tokens": lambda r: r.kv_waits.budget_tokens,
     "midstream_replica_kv_claimed_tokens": lambda r: r.kv_waits.claimed_tokens,
     "midstream_replica_turn_wait_seconds": lambda r: r.pace.wait_s,

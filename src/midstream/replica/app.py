@@ -58,6 +58,7 @@ from midstream.replica.exchange import (
     TaskExchange,
     line_of,
 )
+from midstream.replica.kv_exchange import KvExchange
 from midstream.replica.peer_files import FILES_PREFIX, PeerFileExchange
 from midstream.replica.replica import Replica
 from midstream.replica.request.unknown import header_value
@@ -111,6 +112,7 @@ class ReplicaApp:
         self._token = token.encode()
         self._replica = replica
         replica.earlier = EarlierTurns(replica.trees, token)
+        replica.travel.speak(token)
         outbox = Outbox()
         get, post = b"GET", b"POST"
         self._routes: dict[bytes, tuple[bytes, Serves]] = {
@@ -122,6 +124,7 @@ class ReplicaApp:
             b"/replica/sessions": (post, _taking(SessionsAsked, OF_SESSIONS, replica, _sessions)),
             b"/replica/sessions/close": (post, _taking(SessionsAsked, OF_SESSIONS, replica, _close_session)),
             PATH_TURNS.encode(): (post, lambda request, client: TurnsExchange(request, client, replica)),
+            KvExchange.path: (post, lambda request, client: KvExchange(request, client, replica)),
             PATH_TAKEN.encode(): (post, lambda request, client: TakenExchange(request, client, replica)),
             b"/replica/trace": (post, lambda request, client: TraceExchange(request, client, replica)),
             b"/replica/responses": (
@@ -137,7 +140,7 @@ class ReplicaApp:
                 lambda request, client: TransferExchange(request, client, replica),
             ),
             b"/replica/abort": (post, _taking(tuple[str, ...] | None, "ids of requests", replica, _abort)),
-            b"/replica/reset_cache": (post, _at_once(lambda _: _reset_cache(replica))),
+            b"/replica/reset_cache": (post, _at_once(lambda asked: _reset_cache(replica, asked.body))),
         }
         for prefix in ("", PREFIX):
             self._routes[f"{prefix}/v1/models".encode()] = (get, _at_once(lambda _: _models(replica)))
@@ -498,6 +501,6 @@ def _abort(replica: Replica, ids: tuple[str, ...] | None) -> Answer:
     return 200, {"aborted": replica.policies.abort(ids)}
 
 
-def _reset_cache(replica: Replica) -> Answer:
-    replica.reset_cache()
+def _reset_cache(replica: Replica, event: bytes) -> Answer:
+    replica.reset_cache(event.decode("latin-1"))
     return 200, {}

@@ -18,7 +18,7 @@ from typing import Protocol
 
 from midstream.core.types import Desired, ModelInfo, ResetPromptCache, Stage
 from midstream.engine.base import StagingFailed
-from midstream.replica.namespaces import Namespaces
+from midstream.replica.namespaces import Namespaces, event_of
 from midstream.replica.pins import Pins
 from midstream.replica.swap.table import SwapMachine
 from midstream.replica.swap.ties import NO_TIES, Ties
@@ -148,7 +148,8 @@ class OneBase:
     def _crossed(self, desired: Desired, reset: ResetPromptCache) -> None:
         for policy in self._others():
             ages = (policy.namespaces.kv_age_max, desired.max_cache_age)
-            policy.namespaces.commit(reset, min((age for age in ages if age is not None), default=None))
+            age_max = min((age for age in ages if age is not None), default=None)
+            policy.namespaces.commit(reset, age_max, event_of(desired))
 
     def _old(self, desired: Desired) -> list[AnotherPolicy]:
         return [policy for policy in self._others() if policy.stands_on < desired.ends_before]

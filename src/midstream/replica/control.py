@@ -33,13 +33,13 @@ def _one_session(request: Request, which: str) -> Session:
     return asked.tenant, asked.key
 
 
-class _ControlExchange(TaskExchange):
+class ControlExchange(TaskExchange):
     def __init__(self, request: Request, client: ClientConnection, replica: Replica) -> None:
         super().__init__(request, client)
         self._replica = replica
 
 
-class TraceExchange(_ControlExchange):
+class TraceExchange(ControlExchange):
     """The turns of a session, encoded in a thread: they may be many megabytes."""
 
     async def _answer(self) -> None:
@@ -48,7 +48,7 @@ class TraceExchange(_ControlExchange):
         self._whole(200, body, {})
 
 
-class TurnsExchange(_ControlExchange):
+class TurnsExchange(ControlExchange):
     """The turns of a session that moves, for its next home."""
 
     async def _answer(self) -> None:
@@ -56,7 +56,7 @@ class TurnsExchange(_ControlExchange):
         self._whole(200, await asyncio.to_thread(packed, trees), {})
 
 
-class TakenExchange(_ControlExchange):
+class TakenExchange(ControlExchange):
     """Another replica has let in a turn of a session that moved. The word may be late: the session may have come back since."""
 
     async def _answer(self) -> None:
@@ -67,7 +67,7 @@ class TakenExchange(_ControlExchange):
         self._whole(200, b"{}", {})
 
 
-class TransferExchange(_ControlExchange):
+class TransferExchange(ControlExchange):
     """An order about weights that a trainer sends."""
 
     async def _answer(self) -> None:

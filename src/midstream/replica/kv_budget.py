@@ -69,6 +69,9 @@ class KvTurn:
     #: Another replica may take it. It comes from another one.
     movable: bool = False
     moved: Moved | None = None
+    #: Its session's KV is of use to it, where it may have come from. policy: as its gateway names it.
+    takes_kv: bool = False
+    policy: str = ""
     #: Its session had begun when it came.
     begun: bool = False
     #: What it claims beside its context, while it runs.

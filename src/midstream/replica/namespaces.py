@@ -17,10 +17,11 @@ from __future__ import annotations
 
 import hashlib
 import time
+import uuid
 from collections import OrderedDict
 from collections.abc import Callable
 
-from midstream.core.types import ResetPromptCache, Session
+from midstream.core.types import Desired, ResetPromptCache, Session
 
 SESSIONS_MAX = 100_000
 SESSION_IDLE_S_MAX = 3600.0
@@ -39,6 +40,8 @@ class Namespaces:
         self._idle_s_max = idle_s_max
         self._clock = clock
         self._current = 0
+        # What began the newest namespace, and what was switched to last; "": the start.
+        self._began = self._switched = ""
         # The namespace of the last session that was closed and may come again. These go down, the others up.
         self._apart = 0
         #: How often all caches were reset without a switch.
@@ -64,6 +67,16 @@ class Namespaces:
             self._pins.popitem(last=False)
         return namespace
 
+    @property
+    def era(self) -> str:
+        """Equal on two replicas where their newest namespaces mean the same, and the same is served."""
+        return f"{self._began} {self._switched}"
+
+    def newest(self, session: Session) -> int | None:
+        """The namespace of the session's next request, if that is the newest. Pins nothing."""
+        namespace, _ = self._pins.get(session, (self._current, 0.0))
+        return namespace if namespace == self._current else None
+
     def forget(self, session: Session) -> None:
         """From now on it is a new one, which finds nothing that is cached now.
 
@@ -75,19 +88,22 @@ class Namespaces:
         if len(self._pins) > self._sessions_max:
             self._pins.popitem(last=False)
 
-    def reset(self) -> None:
-        """Nothing that is cached is found again; the snapshot that serves, and its bound on ages, stay."""
+    def reset(self, event: str = "") -> None:
+        """Nothing that is cached is found again; the snapshot that serves, and its bound on ages, stay. event: names this reset
+        on all replicas; "": on no other."""
         self._current += 1
+        self._began = event or uuid.uuid4().hex
         self.resets += 1
         self._pins.clear()
 
-    def commit(self, policy: ResetPromptCache, kv_age_max: int | None = None) -> None:
-        """A snapshot was switched to."""
-        self.kv_age_max = kv_age_max
+    def commit(self, policy: ResetPromptCache, kv_age_max: int | None = None, event: str = "") -> None:
+        """A snapshot was switched to. event: names the signal on all replicas; "": the start."""
+        self.kv_age_max, self._switched = kv_age_max, event
         self._forget_idle(self._clock())
         if policy == "none":
             return
         self._current += 1
+        self._began = event
         if policy == "all":
             self._pins.clear()
 
@@ -97,6 +113,11 @@ class Namespaces:
             if now - seen <= self._idle_s_max:
                 return
             del self._pins[session]
+
+
+def event_of(desired: Desired) -> str:
+    """Names a signal on all replicas."""
+    return f"{desired.made}/{desired.generation}/{desired.reload}"
 
 
 def cache_salt(namespace: int, tenant: str, isolation_key: str, model: str) -> bytes:

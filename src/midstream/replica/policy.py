@@ -281,9 +281,9 @@ class ServedPolicy:
             return None
         return self.driver.ties.waits(machine.target)
 
-    def reset_cache(self) -> None:
-        """No new request finds what is cached now."""
-        self.namespaces.reset()
+    def reset_cache(self, event: str) -> None:
+        """No new request finds what is cached now. event: as Namespaces has it."""
+        self.namespaces.reset(event)
         self._terms.slot.abandon_kv()
 
     def shut(self) -> None:

@@ -38,6 +38,7 @@ from midstream.replica.earlier import EarlierTurns
 from midstream.replica.gate import Door
 from midstream.replica.journal import Journal
 from midstream.replica.kv_budget import KvBudget, session_name
+from midstream.replica.kv_travel import KvTravel
 from midstream.replica.moves import Moves
 from midstream.replica.pausing import Pausing
 from midstream.replica.policies import ServedPolicies
@@ -134,6 +135,10 @@ class Replica:
 
     def __repr__(self) -> str:
         return f"Replica({self.name}, boot={self.boot}, ready={self.ready}, {self.own!r})"
+
+    @property
+    def travel(self) -> KvTravel:
+        return self._kept.travel
 
     def keep_records(self, journal: Journal) -> None:
         """The records of turns and rewards go into it. To be called before `start`."""
@@ -319,9 +324,9 @@ class Replica:
         """Pause or resume, unless a newer message said otherwise. The report shows when it is done."""
         self._pausing.ask(wanted)
 
-    def reset_cache(self) -> None:
+    def reset_cache(self, event: str) -> None:
         for policy in self.policies:
-            policy.reset_cache()
+            policy.reset_cache(event)
 
     def hint(self, hint: Hint) -> None:
         self.policies.hint(hint)

@@ -17,10 +17,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapp
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain
 from operator import attrgetter
 from typing import NamedTuple, TypeVar
-from urllib.parse import unquote
 
 from msgspec.structs import replace
 
@@ -30,21 +28,16 @@ from midstream.core.headers import (
     HEADER_HISTORY,
     HEADER_MODEL,
     HEADER_PLACED,
+    HEADER_POLICY,
     HEADER_RECORDS,
     HEADER_SESSION,
     HEADER_TENANT,
     HEADER_UNKNOWN_FIELDS,
 )
 from midstream.core.resumption import HEADER_RESUMABLE, Resume
-from midstream.core.session_keys import (
-    SESSION_BODY_FIELDS,
-    SESSION_HEADERS,
-    named_in_body,
-    named_in_headers,
-    session_key,
-)
+from midstream.core.session_keys import SESSION_BODY_FIELDS, SESSION_HEADERS
 from midstream.core.traces import WITH_ROUTES, RecordsKept, records_kept
-from midstream.core.types import GenerateRequest, SamplingParams, Session
+from midstream.core.types import GenerateRequest, Session
 from midstream.core.versions import (
     HEADER_ADMITTED,
     Admitted,
@@ -57,6 +50,7 @@ from midstream.engine.base import Engine
 from midstream.replica import gate
 from midstream.replica.aborts import Called, called_as
 from midstream.replica.kv_budget import KvBudget, KvTurn, expected_tokens, may_move, moved_here
+from midstream.replica.kv_travel import KvHere, KvTravel
 from midstream.replica.namespaces import Namespaces, cache_salt
 from midstream.replica.pins import Asked, Pins
 from midstream.replica.prompting import PromptReader
@@ -70,7 +64,7 @@ from midstream.replica.request.checked import (
     check_room,
     sampling_for,
 )
-from midstream.replica.request.fields import bad_tokens
+from midstream.replica.request.fields import bad_tokens, ending_at
 from midstream.replica.request.needs import ages_are_kept, check_needs, check_resume, lacks_any
 from midstream.replica.request.schema import LONG_BODY, ChatBody, CompletionBody
 from midstream.replica.request.unknown import read_known
@@ -81,7 +75,7 @@ from midstream.replica.response.referenced import check_rows
 from midstream.replica.response.resume import Continued, can_be_resumed
 from midstream.replica.response.stages import behind_thinking
 from midstream.replica.response.work import Work
-from midstream.replica.sessions import Sessions, stamp_of
+from midstream.replica.sessions import Sessions, session_of, stamp_of
 from midstream.replica.shared_store import check_files
 from midstream.replica.stored import Shelf, StoredResponses
 from midstream.replica.text import grammar
@@ -128,6 +122,7 @@ class KeptAcrossBoots:
     responses: StoredResponses
     #: The default for turns, if the request does not say.
     records: RecordsKept = "none"
+    travel: KvTravel = field(default_factory=KvTravel)
     #: Where records go that a request wants by reference. None: this server has no bucket for them.
     files: RecordFiles | None = None
 
@@ -198,10 +193,16 @@ class Service(Surroundings):
             ready = await self._ready(wire, read, len(body), headers, resume, asked)
             called = called_as(ready.work, headers.get("x-request-id", ""))
             turn = self._kv_turn(ready, read, headers, called)
+            # KV of an older snapshot has a salt of its own.
+            turn.takes_kv = ready.work.checked.prompt_cache and (asked is None or not asked.pinned)
             self.called[called] = None
             try:
                 await self.kept.budget.enter(turn)
                 with self.kept.budget.turn(turn, timings):
+                    if turn.moved is not None and turn.takes_kv:
+                        owner = self._owner(ready.work.checked, headers)
+                        look = partial(self.kv_here, turn.session, owner)
+                        await self.kept.travel.bring(turn, self.kept.budget, owner[1], look)
                     await self.gate.enter(limit_s, ready.counted, lambda: called.over)
                     async with self._inside(ready, read, headers, asked, timings, called) as generation:
                         turn.measured = generation
@@ -275,6 +276,7 @@ class Service(Surroundings):
             # What it may name lies here.
             movable=given.thread is None and may_move(headers),
             moved=moved_here(headers),
+            policy=headers.get(HEADER_POLICY, ""),
         )
 
     async def _ready(
@@ -298,7 +300,7 @@ class Service(Surroundings):
             check_resume(self.info)
         session = None
         if _NAMES_SESSION(checked) != (None, None, None) or not _SESSION_HEADERS.isdisjoint(headers):
-            session = session_of(checked, headers)
+            session = session_of(_NAMES_SESSION(checked), headers)
         tool_format = None if checked.tools is None else check_template(self.text.tools)
         count = check_room(checked, parsed, self.info, self.text)
         histories: Sequence[History] = ()
@@ -449,7 +451,7 @@ class Service(Surroundings):
             for index, prompt in enumerate(prompts)
         ]
         if named or bad:
-            requests = [replace(r, sampling=_ending_at(r.sampling, named, bad)) for r in requests]
+            requests = [replace(r, sampling=ending_at(r.sampling, named, bad)) for r in requests]
         for request in requests if self._engine_judges else ():
             problem = self.engine.refuses(request)
             if problem is not None:
@@ -467,19 +469,17 @@ class Service(Surroundings):
         own = "" if older is None else self.pins.salt_of(older)
         return cache_salt(namespace, *self._owner(checked, headers), (self.policy or self.names.model) + own)
 
+    def kv_here(self, session: Session | None, owner: tuple[str, str]) -> KvHere | None:
+        """Where the session's next turn looks for cached KV. None: there is none that another engine may have or give."""
+        spaces, copies = self.namespaces, self.engine.kv
+        if session is None or copies is None or (namespace := spaces.newest(session)) is None:
+            return None
+        salt = cache_salt(namespace, *owner, self.policy or self.names.model)
+        return KvHere(copies, self.policy, salt, spaces.era, spaces.kv_age_max)
+
     def _owner(self, checked: Checked, headers: Mapping[str, str]) -> tuple[str, str]:
         """Whose KV it may use: a tenant's, and under which key."""
         return headers.get(HEADER_TENANT, ""), checked.isolation_key or headers.get(HEADER_ISOLATION, "")
-
-
-def session_of(checked: Checked, headers: Mapping[str, str]) -> Session | None:
-    """The session that the gateway names, or would name if the request had come through one."""
-    given = headers.get(HEADER_SESSION)
-    if given:
-        key: str | None = unquote(given)
-    else:
-        key = session_key(chain(named_in_headers(headers), named_in_body(*_NAMES_SESSION(checked))))
-    return None if key is None else (headers.get(HEADER_TENANT, ""), key)
 
 
 def _read(wire: Wire, shelf: Shelf, passes_over: bool, body: bytes) -> Read:
@@ -488,13 +488,3 @@ def _read(wire: Wire, shelf: Shelf, passes_over: bool, body: bytes) -> Read:
         return wire.read(body, shelf)
     read, ignored = read_known(lambda known: wire.read(known, shelf), body)
     return read._replace(ignored=ignored)
-
-
-def _ending_at(
-    sampling: SamplingParams, tokens: Collection[int], bad: tuple[tuple[int, ...], ...]
-) -> SamplingParams:
-    if bad:
-        sampling = replace(sampling, bad_tokens=bad)
-    ends = sampling.stop_token_ids
-    more = sorted(set(tokens) - set(ends))
-    return replace(sampling, stop_token_ids=(*ends, *more)) if more else sampling

@@ -17,11 +17,14 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from heapq import nsmallest
+from itertools import chain
+from urllib.parse import unquote
 
 import msgspec
 
-from midstream.core.headers import HEADER_PLACED
+from midstream.core.headers import HEADER_PLACED, HEADER_SESSION, HEADER_TENANT
 from midstream.core.measures import Trajectories
+from midstream.core.session_keys import named_in_body, named_in_headers, session_key
 from midstream.core.sessions import SessionsReport, SessionStats
 from midstream.core.types import Session
 
@@ -290,3 +293,15 @@ def stamp_of(headers: Mapping[str, str]) -> int | None:
     """The stamp of the placement that begins the request's session here, as its gateway says."""
     value = headers.get(HEADER_PLACED, "")
     return int(value) if value.isascii() and value.isdecimal() and len(value) < 19 else None
+
+
+def session_of(
+    named: tuple[str | None, str | None, str | None], headers: Mapping[str, str]
+) -> Session | None:
+    """The session that the gateway names, or would name if the request had come through one. named: values of its body."""
+    given = headers.get(HEADER_SESSION)
+    if given:
+        key: str | None = unquote(given)
+    else:
+        key = session_key(chain(named_in_headers(headers), named_in_body(*named)))
+    return None if key is None else (headers.get(HEADER_TENANT, ""), key)

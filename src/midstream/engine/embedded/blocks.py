@@ -96,6 +96,8 @@ class BlockPool:
         self.on_need: Callable[[], None] = lambda: None
         #: Blocks that were evicted while a session claimed them.
         self.evicted = 0
+        #: Blocks that another engine computed.
+        self.travelled = 0
 
     def __repr__(self) -> str:
         counts = f"used={self.used}, held={self.held}, loose={self.loose}, free={len(self._free)}"
@@ -137,6 +139,7 @@ class BlockPool:
             missing=missing,
             evicted_tokens=self.evicted * size,
             again_tokens=needed_again * size,
+            travelled_tokens=self.travelled * size,
         )
         if offload is None:
             return stats

@@ -36,6 +36,7 @@ from midstream.engine.embedded.batch import LogitRows, not_finite, rows_needed, 
 from midstream.engine.embedded.constraint import Constraints, follower_of
 from midstream.engine.embedded.growing_files import GrowingFiles
 from midstream.engine.embedded.host_blocks import kv_books
+from midstream.engine.embedded.kv_copies import CoreCopies
 from midstream.engine.embedded.limits import TokenFollower
 from midstream.engine.embedded.loading import (
     batch_invariant,
@@ -71,7 +72,7 @@ class EngineCore:
         self._model_dir = model_dir
         self.store = WeightStore(model, self._in_use)
         self.runner = ModelRunner(self.store, settings, num_blocks)
-        self.pool, self._scores, self._provenance = kv_books(self.runner, num_blocks, settings, folder)
+        self.pool, self._scores, self._provenance, host = kv_books(self.runner, num_blocks, settings, folder)
         self.scheduler = Scheduler(
             self.pool,
             max_batch_tokens=settings.max_batch_tokens,
@@ -81,6 +82,7 @@ class EngineCore:
             on_allocate=lambda block: self._scores.forget(block),
         )
         self.scheduler.track = self.store.policies[""]
+        self.copies = CoreCopies(self.scheduler, self.store, host, self._scores, self._provenance)
         # By commit.
         self.snapshots = self.store.labels
         self._constraints = Constraints.load(

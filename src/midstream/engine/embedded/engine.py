@@ -19,6 +19,7 @@ from midstream.core.logs import configured
 from midstream.core.types import EngineStats, GenerateRequest, GenerationEvent, ModelInfo, SwapTiming
 from midstream.engine.base import AtOnce, Engine, EngineDied, Slot, StagingFailed, WeightsRefused
 from midstream.engine.embedded import protocol as m
+from midstream.engine.embedded.kv_files import EmbeddedCopies
 from midstream.engine.request_events import RequestEvents
 from midstream.engine.silence import CHECK_INTERVAL_S, SilenceTimer, StillnessTimer, cpu_ticks
 from midstream.http import ipc
@@ -167,6 +168,7 @@ class EmbeddedEngine(_ProcessSlot, Engine):
             process.kill()
         else:
             if isinstance(reply, m.Ready):
+                self.kv = EmbeddedCopies(reply.kv, self._call) if m.copies_kv() else None
                 return reply.info
             if isinstance(reply, m.Failed):
                 reason = reply.error

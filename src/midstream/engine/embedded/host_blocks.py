@@ -29,26 +29,27 @@ SETTING = "embedded.kv_offload_memory"
 
 
 class HostBlocks:
-    """planes: of each tensor of the cache, a row of bytes for each block. memory: as many bytes as the blocks have."""
+    """planes: of each tensor of the cache, a row of bytes for each block. memory: as many bytes as the blocks have; None: there
+    is no second tier. row_bytes: of a block."""
 
-    def __init__(self, planes: Sequence[torch.Tensor], memory: torch.Tensor, block_size: int) -> None:
+    def __init__(self, planes: Sequence[torch.Tensor], memory: torch.Tensor | None, block_size: int) -> None:
         self._planes = planes
         # Where the bytes of each plane stand in a block here.
         self._places = list(pairwise((0, *accumulate(plane.shape[1] for plane in planes))))
+        self.row_bytes = self._places[-1][1]
         self._first = len(planes[0])
         self._block_size = block_size
-        self._blocks = memory.view(-1, self._places[-1][1])
+        memory = torch.empty(0, dtype=torch.uint8) if memory is None else memory
+        self._blocks = memory.view(len(memory) // self.row_bytes, self.row_bytes)
         self.total = len(self._blocks)
         self.price = CopyPrice()
 
     @staticmethod
-    def opened(
-        runner: ModelRunner, blocks: int, settings: EngineSettings, folder: Path | None
-    ) -> HostBlocks | None:
-        """blocks: of the cache. None where the settings want no second tier. Raises ConfigError."""
-        if settings.kv_offload_memory is None:
-            return None
+    def opened(runner: ModelRunner, blocks: int, settings: EngineSettings, folder: Path | None) -> HostBlocks:
+        """blocks: of the cache. It has none of its own where the settings want no second tier. Raises ConfigError."""
         planes: list[torch.Tensor] = runner.cache.planes(blocks)
+        if settings.kv_offload_memory is None:
+            return HostBlocks(planes, None, settings.block_size)
         size = sum(plane.shape[1] for plane in planes)
         total = parse_size(SETTING, settings.kv_offload_memory) // size
         if not total:
@@ -59,8 +60,10 @@ class HostBlocks:
         memory = _memory(total * size, (folder or Path(tempfile.gettempdir())) if on_disk else None)
         return HostBlocks(planes, torch.frombuffer(memory, dtype=torch.uint8), settings.block_size)
 
-    def offload(self, scores: ScoreStore, provenance: Provenance) -> Offload:
-        """The books of this memory. scores, provenance: of all blocks, these included."""
+    def offload(self, scores: ScoreStore, provenance: Provenance) -> Offload | None:
+        """The books of this memory, if there is any. scores, provenance: of all blocks, these included."""
+        if not self.total:
+            return None
 
         def move(source: int, target: int) -> None:
             scores.move(source, target)
@@ -78,26 +81,36 @@ class HostBlocks:
         back = source >= self._first
         here, there = (source, target) if back else (target, source)
         row = self._blocks[here - self._first]
-        for plane, (first, last) in zip(self._planes, self._places, strict=True):
-            if back:
-                plane[there].copy_(row[first:last])
-            else:
-                row[first:last].copy_(plane[there])
         if back:
+            self.write(there, row)
             self.price.copied(self._block_size, time.perf_counter() - began)
+        else:
+            self.read(there, row)
+
+    def read(self, block: int, row: torch.Tensor) -> None:
+        """Copy a block of either tier into a row of bytes."""
+        if block >= self._first:
+            row.copy_(self._blocks[block - self._first])
+            return
+        for plane, (first, last) in zip(self._planes, self._places, strict=True):
+            row[first:last].copy_(plane[block])
+
+    def write(self, block: int, row: torch.Tensor) -> None:
+        """Copy a row of bytes into a block of the cache."""
+        for plane, (first, last) in zip(self._planes, self._places, strict=True):
+            plane[block].copy_(row[first:last])
 
 
 def kv_books(
     runner: ModelRunner, blocks: int, settings: EngineSettings, folder: Path | None
-) -> tuple[BlockPool, ScoreStore, Provenance]:
+) -> tuple[BlockPool, ScoreStore, Provenance, HostBlocks]:
     """The books of a cache of so many blocks, and of its second tier if the settings want one, as a file in `folder` or in
     memory. Raises ConfigError."""
     host, size = HostBlocks.opened(runner, blocks, settings, folder), settings.block_size
-    total = blocks + (0 if host is None else host.total)
+    total = blocks + host.total
     scores = ScoreStore(total, size, runner.route_bytes)
     provenance = Provenance(total, size, runner.weights)
-    offload = None if host is None else host.offload(scores, provenance)
-    return BlockPool(blocks, size, offload), scores, provenance
+    return BlockPool(blocks, size, host.offload(scores, provenance)), scores, provenance, host
 
 
 def _memory(size: int, folder: Path | None) -> mmap.mmap:

@@ -14,9 +14,11 @@ import os
 import queue
 import sys
 import time
+from collections import deque
 from functools import partial
 from pathlib import Path
 
+import msgspec
 import torch
 import transformers
 
@@ -27,9 +29,12 @@ from midstream.engine.embedded import weights_digest
 from midstream.engine.embedded.background import Background, Job
 from midstream.engine.embedded.core import EngineCore
 from midstream.engine.embedded.grammar_queue import GrammarQueue
+from midstream.engine.embedded.kv_copies import kind_of
+from midstream.engine.embedded.kv_files import mapped
 from midstream.engine.embedded.model_runner import dispose
 from midstream.engine.embedded.stager import Staged, Stager
 from midstream.engine.embedded.weights import Unservable
+from midstream.engine.kv_copies import KvPlace, KvRefused
 from midstream.http.ipc import Channel, Disconnected
 from midstream.snapshots.adapter import is_adapter
 
@@ -60,6 +65,8 @@ class EngineLoop:
         self._digest_calls = 0
         self._digests: queue.SimpleQueue[m.CallDone] = queue.SimpleQueue()
         self._grammars = GrammarQueue(core.prepare_grammar)
+        # Pieces of KV for and from other engines: one is copied between two steps.
+        self._copies: deque[m.GiveKv | m.TakeKv] = deque()
         # The reply to a commit, which is sent after the events of the next step.
         self._committed: m.CallDone | None = None
         self._reported_at = 0.0
@@ -77,6 +84,8 @@ class EngineLoop:
                 self._digest_calls -= 1
                 self._channel.send(self._digests.get())
             self._begin_jobs()
+            if self._copies:
+                self._channel.send(self._copy(self._copies.popleft()))
             self._step()
 
     def _step(self) -> None:
@@ -116,7 +125,7 @@ class EngineLoop:
         self._jobs.clear()
 
     def _wait_s(self) -> float:
-        if self._core.busy:
+        if self._core.busy or self._copies:
             return 0.0
         busy = self._stager.awaited or self._digest_calls or self._grammars.waiting
         return 0.001 if busy else STATS_INTERVAL_S
@@ -145,16 +154,37 @@ class EngineLoop:
                 self._core.end_policy(policy)
             case m.EndSession(session):
                 self._core.scheduler.end_session(session)
+                # A piece that is taken behind this claims nothing for it.
+                self._ended_meanwhile(session)
             case m.AbandonKv(policy):
                 self._core.abandon_kv(policy)
             case m.DigestWeights(call, policy):
                 self._digest(call, policy)
+            case m.GiveKv() | m.TakeKv():
+                self._copies.append(command)
             case m.PauseSteps(call):
                 self._core.scheduler.frozen = True
                 self._channel.send(m.CallDone(call))
             case m.ResumeSteps(call):
                 self._core.scheduler.frozen = False
                 self._channel.send(m.CallDone(call))
+
+    def _ended_meanwhile(self, session: str) -> None:
+        for at, copy in enumerate(self._copies):
+            if isinstance(copy, m.TakeKv) and copy.session == session:
+                self._copies[at] = msgspec.structs.replace(copy, session="")
+
+    def _copy(self, command: m.GiveKv | m.TakeKv) -> m.CallDone:
+        try:
+            tokens, content = mapped(command.file)
+            place, copies = KvPlace(command.salt, command.policy, tokens), self._core.copies
+            if isinstance(command, m.TakeKv):
+                blocks = copies.take(place, command.part, content, command.session, command.kept_s)
+                return m.CallDone(command.call, kv_blocks=blocks)
+            part = copies.give(place, command.first, command.most, command.kv_age_max, content)
+            return m.CallDone(command.call, kv=part)
+        except KvRefused as error:
+            return m.CallDone(command.call, error=str(error))
 
     def _stage(self, command: m.StageSnapshot | m.StageAhead | m.TensorsMade | m.DropStaged) -> None:
         match command:
@@ -251,7 +281,8 @@ def main() -> int:
             channel.send(m.Failed(f"{type(error).__name__}: {reason}"))
             return 1
         gc.freeze()
-        channel.send(m.Ready(core.info()))
+        kind = kind_of(core.weights(), core.runner.model.decoder, Path(start.model_dir))
+        channel.send(m.Ready(core.info(), core.copies.form(kind)))
         EngineLoop(channel, core, start.settings.threads).run()
     # Staging and disposal threads may be inside PyTorch. There is nothing left to save.
     os._exit(0)

@@ -9,6 +9,8 @@ Always holds: a declared feature holds for the serving model, its tokenizer and 
 
 from __future__ import annotations
 
+import os
+
 import msgspec
 
 from midstream import __version__
@@ -23,15 +25,26 @@ from midstream.core.types import (
     ModelInfo,
     SwapTiming,
 )
+from midstream.engine.kv_copies import KvForm, KvPart
 
 
 def embedded_card(settings: EngineSettings, *, grammars: bool, reproducible: bool) -> EngineCard:
     """grammars: the tokenizer works with grammars. reproducible: no bit of a token's logits depends on the batch."""
     kept = settings.router_weights
-    has = {"grammars": grammars, "reproducible_sampling": reproducible, "router_weights": kept}
+    has = {
+        "grammars": grammars,
+        "reproducible_sampling": reproducible,
+        "router_weights": kept,
+        "kv_travel": copies_kv(),
+    }
     features = tuple(feature for feature in ENGINE_FEATURES if has.get(feature, True))
     why = {} if kept else {"router_weights": "the setting embedded.router_weights is off"}
     return EngineCard(kind="embedded", version=__version__, features=features, why=why)
+
+
+def copies_kv() -> bool:
+    """Whether this system has what kv_files.py needs."""
+    return hasattr(os, "memfd_create")
 
 
 class Start(msgspec.Struct, tag=True, frozen=True):
@@ -132,6 +145,39 @@ class DigestWeights(msgspec.Struct, tag=True, frozen=True):
     policy: str = ""
 
 
+class KvFile(msgspec.Struct, frozen=True):
+    """A file of the replica's process, by its number there. tokens: so many bytes of them come first; KV is behind them."""
+
+    process: int
+    number: int
+    device: int
+    inode: int
+    size: int
+    tokens: int
+
+
+class GiveKv(msgspec.Struct, tag=True, frozen=True):
+    """See engine.kv_copies. The engine writes into the file."""
+
+    call: int
+    file: KvFile
+    salt: bytes
+    policy: str
+    first: int
+    most: int
+    kv_age_max: int | None
+
+
+class TakeKv(msgspec.Struct, tag=True, frozen=True):
+    call: int
+    file: KvFile
+    salt: bytes
+    policy: str
+    part: KvPart
+    session: str
+    kept_s: float
+
+
 Command = (
     Start
     | Generate
@@ -148,6 +194,8 @@ Command = (
     | PauseSteps
     | ResumeSteps
     | DigestWeights
+    | GiveKv
+    | TakeKv
 )
 
 
@@ -157,6 +205,7 @@ class Imported(msgspec.Struct, tag=True, frozen=True):
 
 class Ready(msgspec.Struct, tag=True, frozen=True):
     info: ModelInfo
+    kv: KvForm
 
 
 class Events(msgspec.Struct, tag=True, frozen=True):
@@ -167,7 +216,8 @@ class Events(msgspec.Struct, tag=True, frozen=True):
 
 
 class CallDone(msgspec.Struct, tag=True, frozen=True):
-    """The end of a call: `error` if it failed, `timing` of a commit, `digest` of the weights.
+    """The end of a call: `error` if it failed, `timing` of a commit, `digest` of the weights, `kv` that was given, `kv_blocks`
+    that are here.
 
     refused: the weights to be staged are at fault.
     """
@@ -177,6 +227,8 @@ class CallDone(msgspec.Struct, tag=True, frozen=True):
     refused: bool = False
     timing: SwapTiming | None = None
     digest: str | None = None
+    kv: KvPart | None = None
+    kv_blocks: int = 0
 
 
 class Failed(msgspec.Struct, tag=True, frozen=True):

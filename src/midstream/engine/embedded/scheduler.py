@@ -319,7 +319,7 @@ class Scheduler:
         leader = seq.leader
         if leader is not None and not leader.done and leader.computed < leader.prompt_len:
             return False
-        shared = self._match(seq)
+        shared = self.match(seq)
         ahead: list[Prefix] = []
         if self.pool.offload is not None:
             shared, ahead = restores.split(self.pool, shared)
@@ -337,7 +337,7 @@ class Scheduler:
             restores.pin(self.pool, ahead)
         self.waiting.popleft()
         self.running.append(seq)
-        seq.blocks = [prefix.block for prefix in shared] + [self._allocate() for _ in range(needed)]
+        seq.blocks = [prefix.block for prefix in shared] + [self.allocate() for _ in range(needed)]
         seq.path, seq.ahead, seq.epoch = shared, ahead[::-1], seq.now
         if not ahead:
             self._begin(seq)
@@ -368,7 +368,7 @@ class Scheduler:
             seq.queued_s = time.perf_counter() - seq.arrived
             seq.cached_tokens = min(seq.computed, seq.prompt_len)
 
-    def _match(self, seq: Sequence) -> list[Prefix]:
+    def match(self, seq: Sequence) -> list[Prefix]:
         """The longest chain of cached blocks that this sequence may use. Among equally long chains, the youngest.
 
         At a fork, the youngest branch is walked to its end, and then the other branches, the last fork first. The number of
@@ -424,7 +424,7 @@ class Scheduler:
         end = min(seq.prompt_len - number * size, size)
         return wanted >= end or self._scored(prefix.block, wanted, track.epoch)
 
-    def _allocate(self) -> int:
+    def allocate(self) -> int:
         block = self.pool.allocate()
         self._on_allocate(block)
         return block
@@ -438,7 +438,7 @@ class Scheduler:
             return False
         while len(seq.blocks) * self.pool.block_size < seq.cursor + size:
             try:
-                seq.blocks.append(self._allocate())
+                seq.blocks.append(self.allocate())
             except OutOfBlocks:
                 victim = self._victim()
                 self._preempt(victim)

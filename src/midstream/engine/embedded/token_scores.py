@@ -24,7 +24,7 @@ class ScoreStore:
 
     def __init__(self, blocks: int, block_size: int, route_bytes: int) -> None:
         slots = blocks * block_size
-        self._size = block_size
+        self._size, self.route_bytes = block_size, route_bytes
         self._logprob = np.zeros(slots, dtype=np.float32)
         self._snapshot = np.full(slots, NO_SNAPSHOT, dtype=np.int32)
         self._router_tie = np.zeros(slots, dtype=np.uint8)
@@ -66,6 +66,10 @@ class ScoreStore:
         self._logprob[at], self._snapshot[at], self._router_tie[at] = logprobs, ordinals, ties
         if routes[0] is not None:
             self._route[at] = self.routes_of(b"".join(routes))
+
+    def rows(self, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """Logprobs, routes, snapshots and router ties, as `write` takes them."""
+        return self._logprob[slots], self._route[slots], self._snapshot[slots], self._router_tie[slots]
 
     def complete(self, block: int, first_offset: int, snapshot: int) -> bool:
         """Whether the block's tokens from that offset on were all scored under `snapshot`."""

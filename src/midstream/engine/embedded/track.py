@@ -43,3 +43,7 @@ class Track:
     def age(self, epoch: int) -> int:
         """How many commits of this track came after `epoch`."""
         return len(self._commits) - bisect_right(self._commits, epoch)
+
+    def last(self, count: int) -> list[int]:
+        """So many of its commits, or all that there are, the newest last."""
+        return self._commits[-count:]

@@ -29,6 +29,7 @@ LACKS = {
     "router_ties": "SGLang does not return what a router chose by",
     "token_limits": _IDS,
     "session_kv": "SGLang evicts what was unused for longest, and takes no word of when a session comes back",
+    "kv_travel": "midstream does not read the blocks of SGLang's cache",
     "kv_provenance": "SGLang does not say which weights computed cached KV",
     "reproducible_sampling": "a row's numbers depend on what it is batched with, and a resumed stream draws other numbers",
     "frozen_check": "while SGLang is paused it computes nothing, so the proof comes after the pause",

@@ -24,6 +24,7 @@ LACKS = {
     "cached_prompt_logprobs": "it computes a prompt from its first token if its log-probabilities are asked for",
     "reproducible_sampling": "a row's numbers depend on what it is batched with, and a resumed stream draws other numbers",
     "router_ties": "vLLM does not return what a router chose by",
+    "kv_travel": "midstream does not read the blocks of vLLM's cache",
     "policy_base": "a vLLM server holds one set of weights, which policies stand on",
     "resident_snapshots": "a vLLM server holds one set of weights",
     "audit": "turns are computed again by the embedded engine's model code, beside that engine alone",

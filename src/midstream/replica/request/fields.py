@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Collection
 from operator import attrgetter
 from typing import Any
 
@@ -16,7 +17,7 @@ import msgspec
 from midstream.core.decoding import NOT_JSON, decoded
 from midstream.core.errors import InvalidRequest
 from midstream.core.references import PARQUET
-from midstream.core.types import ModelInfo
+from midstream.core.types import ModelInfo, SamplingParams
 from midstream.replica.request.schema import ChatBody, InferenceBody, unsupported
 from midstream.replica.text.grammar import response_schema
 from midstream.replica.text.schema_bounds import PATTERN_MAX
@@ -283,3 +284,13 @@ def bad_tokens(words: tuple[str, ...], encode: Any) -> tuple[tuple[int, ...], ..
         if spaced and len(spaced) == len(alone) and spaced[0] != alone[0]:
             found.append(spaced)
     return tuple(found)
+
+
+def ending_at(
+    sampling: SamplingParams, tokens: Collection[int], bad: tuple[tuple[int, ...], ...]
+) -> SamplingParams:
+    if bad:
+        sampling = msgspec.structs.replace(sampling, bad_tokens=bad)
+    ends = sampling.stop_token_ids
+    more = sorted(set(tokens) - set(ends))
+    return msgspec.structs.replace(sampling, stop_token_ids=(*ends, *more)) if more else sampling

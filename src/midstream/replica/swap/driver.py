@@ -32,7 +32,7 @@ from midstream.core.types import (
 )
 from midstream.engine.base import EngineDied, Slot, StagingFailed
 from midstream.replica.gate import Door, Gate
-from midstream.replica.namespaces import Namespaces
+from midstream.replica.namespaces import Namespaces, event_of
 from midstream.replica.pins import Pins
 from midstream.replica.swap.ahead import Ahead
 from midstream.replica.swap.attempts import AttemptAction, AttemptPhase, Attempts
@@ -340,7 +340,8 @@ class SwapDriver:
             self._stop_reading()
             timing = await self._engine.commit(desired.snapshot)
             self.meanings.switched()
-            self._namespaces.commit(reset := self.machine.reset_of(desired), desired.max_cache_age)
+            reset = self.machine.reset_of(desired)
+            self._namespaces.commit(reset, desired.max_cache_age, event_of(desired))
             if reset == "all":
                 self._engine.abandon_kv()
             self.ties.switched(desired, reset)
