@@ -3,7 +3,7 @@
 Owns: the messages between the two, and when a home asks. What a piece is, is in engine/kv_copies.py.
 Always holds:
 - The new home names tokens, salt and policy by itself. The old one makes salt and policy of the same session. A piece travels
-  only while both look for that session's KV in the newest namespace, begun by the same event, at the same signal.
+  only while both look for that session's KV in the newest namespace, serve the same signal's snapshot, and had the same resets.
 - A message is taken only if its digest is right, which is over question and answer. So it is whole, and answers this question.
 - All asking takes at most `SHARE` of the time that computing takes. What has come by then is used, and the rest is computed.
 - Each side has a bounded number of pieces in memory, each of them of bounded size.
@@ -36,8 +36,8 @@ log = logging.getLogger(__name__)
 PATH_KV = "/replica/kv"
 #: Of the time that computing takes, what asking may take.
 SHARE = 0.5
-#: What takes less is not asked for. Where it is not known what computing takes, the old home has `FIRST_S` to say.
-LEAST_S, FIRST_S = 0.02, 0.25
+#: What takes less is not asked for, and nothing takes more. The old home has `FIRST_S` to say what computing takes.
+LEAST_S, FIRST_S, MOST_S = 0.02, 0.25, 60.0
 #: Of a connection; all asking has its own bound.
 CONNECT_S = 1.0
 #: Of a message. The engine copies one between two steps.
@@ -50,12 +50,13 @@ _Whole = Annotated[int, msgspec.Meta(ge=0, le=2**40)]
 
 
 class KvHere(NamedTuple):
-    """Where the next turn of a session finds cached KV in this engine. era: equal where the namespace has the same meaning."""
+    """Where the next turn of a session finds cached KV in this engine. era, began: as Namespaces has them."""
 
     copies: KvCopies
     policy: str
     salt: bytes
     era: str
+    began: str
     kv_age_max: int | None
 
 
@@ -68,6 +69,7 @@ class KvAsked(msgspec.Struct, frozen=True, kw_only=True):
     isolation: str
     policy: str
     era: str
+    began: str
     form: KvForm
     tokens: bytes
     first: _Whole = 0
@@ -118,7 +120,7 @@ class KvTravel:
         size = here.copies.form.block_tokens
         tokens = array("i", turn.prompt[: len(turn.prompt) // size * size])
         rate = budget.moves.pace.prefill_tokens_s
-        limit_s = SHARE * len(tokens) / rate if rate else FIRST_S
+        limit_s = min(MOST_S, SHARE * len(tokens) / rate) if rate else FIRST_S
         if not tokens or limit_s < LEAST_S or self._too_slow(len(tokens), limit_s):
             return
         whose = KvAsked(
@@ -127,6 +129,7 @@ class KvTravel:
             isolation=isolation,
             policy=turn.policy,
             era=here.era,
+            began=here.began,
             form=here.copies.form,
             tokens=tokens.tobytes(),
         )
@@ -157,7 +160,7 @@ class KvTravel:
         there = answer.part.total
         here = await self._take(pull, answer.part, b"")
         rate = pull.prefill_tokens_s or answer.prefill_tokens_s
-        limit_s = SHARE * (there - here) * form.block_tokens / rate if rate > 0 else 0.0
+        limit_s = min(MOST_S, SHARE * (there - here) * form.block_tokens / rate) if rate > 0 else 0.0
         if limit_s < LEAST_S:
             return
         timer.reschedule(pull.began + limit_s)
@@ -229,10 +232,12 @@ class KvTravel:
         async with self._giving:
             here = find(asked)
             if here is not None and (here.era, here.copies.form) == (asked.era, asked.form):
+                # Behind another beginning, older KV may be what a reset was to end.
+                age_max = here.kv_age_max if here.began == asked.began else 0
                 most = min(asked.most, max(1, PIECE_BYTES // asked.form.block_bytes))
                 place = KvPlace(here.salt, here.policy, asked.tokens)
                 try:
-                    part, content = await here.copies.give(place, asked.first, most, here.kv_age_max)
+                    part, content = await here.copies.give(place, asked.first, most, age_max)
                 except KvRefused as error:
                     log.info("no KV was given: %s", error)
             head = msgspec.msgpack.encode(KvAnswer(part=part, prefill_tokens_s=prefill_tokens_s))

@@ -40,8 +40,10 @@ class Namespaces:
         self._idle_s_max = idle_s_max
         self._clock = clock
         self._current = 0
-        # What began the newest namespace, and what was switched to last; "": the start.
-        self._began = self._switched = ""
+        #: What began the newest namespace; "": the start.
+        self.began = ""
+        # What was switched to last, and the last reset since then.
+        self._switched = self._reset = ""
         # The namespace of the last session that was closed and may come again. These go down, the others up.
         self._apart = 0
         #: How often all caches were reset without a switch.
@@ -69,8 +71,9 @@ class Namespaces:
 
     @property
     def era(self) -> str:
-        """Equal on two replicas where their newest namespaces mean the same, and the same is served."""
-        return f"{self._began} {self._switched}"
+        """Equal on two replicas where KV that what serves has computed is as fresh on both. So is older KV where `began` is
+        equal, too."""
+        return f"{self._switched} {self._reset}"
 
     def newest(self, session: Session) -> int | None:
         """The namespace of the session's next request, if that is the newest. Pins nothing."""
@@ -92,18 +95,18 @@ class Namespaces:
         """Nothing that is cached is found again; the snapshot that serves, and its bound on ages, stay. event: names this reset
         on all replicas; "": on no other."""
         self._current += 1
-        self._began = event or uuid.uuid4().hex
+        self.began = self._reset = event or uuid.uuid4().hex
         self.resets += 1
         self._pins.clear()
 
     def commit(self, policy: ResetPromptCache, kv_age_max: int | None = None, event: str = "") -> None:
         """A snapshot was switched to. event: names the signal on all replicas; "": the start."""
-        self.kv_age_max, self._switched = kv_age_max, event
+        self.kv_age_max, self._switched, self._reset = kv_age_max, event, ""
         self._forget_idle(self._clock())
         if policy == "none":
             return
         self._current += 1
-        self._began = event
+        self.began = event
         if policy == "all":
             self._pins.clear()
 

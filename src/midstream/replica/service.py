@@ -147,6 +147,8 @@ class Service(Surroundings):
     pins: Pins
     namespaces: Namespaces
     random_seed: Callable[[], int]
+    #: Whether what serves has passed its check.
+    proved: Callable[[], bool] = lambda: True
     #: The requests that wait at the gate or are inside, as clients may call them.
     called: dict[Called, None] = field(default_factory=dict)
 
@@ -474,8 +476,11 @@ class Service(Surroundings):
         spaces, copies = self.namespaces, self.engine.kv
         if session is None or copies is None or (namespace := spaces.newest(session)) is None:
             return None
+        if not self.proved():
+            # The label of what these weights compute may turn out to be wrong.
+            return None
         salt = cache_salt(namespace, *owner, self.policy or self.names.model)
-        return KvHere(copies, self.policy, salt, spaces.era, spaces.kv_age_max)
+        return KvHere(copies, self.policy, salt, spaces.era, spaces.began, spaces.kv_age_max)
 
     def _owner(self, checked: Checked, headers: Mapping[str, str]) -> tuple[str, str]:
         """Whose KV it may use: a tenant's, and under which key."""

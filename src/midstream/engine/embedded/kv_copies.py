@@ -131,7 +131,9 @@ class CoreCopies:
     def _chain(self, place: KvPlace, track: Track, kv_age_max: int | None) -> list[Prefix]:
         """What a request with these tokens would find."""
         tokens = array("i")
-        tokens.frombytes(place.tokens[: len(place.tokens) // WIDTH * WIDTH])
+        # No chain is longer than both tiers.
+        most = (self._pool.total + self._host.total) * self._pool.block_size
+        tokens.frombytes(place.tokens[: min(most, len(place.tokens) // WIDTH) * WIDTH])
         request = GenerateRequest(
             request_id="",
             prompt=tuple(tokens),

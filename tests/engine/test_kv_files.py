@@ -1,0 +1,101 @@
+"""KV between a replica's process and its engine's: whole, for one call, and in no other file."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from array import array
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+from engine_helpers import request
+from msgspec.structs import replace
+
+from midstream.core.config import EngineSettings
+from midstream.core.types import GenerationEvent
+from midstream.engine.base import EngineDied
+from midstream.engine.embedded import protocol as m
+from midstream.engine.embedded.engine import EmbeddedEngine
+from midstream.engine.embedded.kv_files import EmbeddedCopies, mapped
+from midstream.engine.kv_copies import KvForm, KvPart, KvPlace, KvRefused
+
+PROMPT = [(at * 7) % 251 for at in range(200)]
+SALT = b"s" * 32
+PLACE = KvPlace(SALT, "", array("i", PROMPT).tobytes())
+
+
+def files() -> set[str]:
+    """Of this process, those of pieces."""
+    found = set()
+    for number in os.listdir("/proc/self/fd"):
+        try:
+            found.add(os.readlink(f"/proc/self/fd/{number}"))
+        except OSError:
+            continue
+    return {one for one in found if "midstream-kv" in one}
+
+
+async def first_event(engine: EmbeddedEngine, prompt: Sequence[int]) -> GenerationEvent:
+    asked = replace(request("r", prompt, max_tokens=1, echo=0), salt=SALT)
+    events = [event async for event in engine.generate(asked)]
+    return events[0]
+
+
+@pytest.mark.slow
+async def test_two_engine_processes_exchange_kv_and_one_that_dies_leaves_no_file(
+    tiny_model: Callable[..., Path],
+) -> None:
+    settings = EngineSettings(kv_cache_tokens=8192)
+    old, new = (EmbeddedEngine(tiny_model(), settings) for _ in range(2))
+    try:
+        await asyncio.gather(old.start(), new.start())
+        assert old.kv is not None
+        assert new.kv is not None
+        assert old.kv.form == new.kv.form
+        await first_event(old, PROMPT)
+        part, content = await old.kv.give(PLACE, 0, 5, None)
+        assert (part.total, part.count, len(content)) == (12, 5, 5 * old.kv.form.block_bytes)
+        with pytest.raises(KvRefused):
+            await new.kv.take(PLACE, part, content[1:], "s", 9.0)
+        assert await new.kv.take(PLACE, part, content, "s", 9.0) == 5
+        part, content = await old.kv.give(PLACE, 5, 100, None)
+        # Who leaves does not take the file from under the engine.
+        leaves = asyncio.create_task(new.kv.take(PLACE, part, content, "s", 9.0))
+        await asyncio.sleep(0)
+        leaves.cancel()
+        assert await new.kv.take(PLACE, part, content, "s", 9.0) == 12
+        assert (await first_event(new, PROMPT)).cached_tokens == 192
+        assert os.getpid() != old.pid
+        await old.close()
+        with pytest.raises(EngineDied):
+            await old.kv.give(PLACE, 0, 5, None)
+    finally:
+        await asyncio.gather(old.close(), new.close())
+    async with asyncio.timeout(30):
+        while files():  # noqa: ASYNC110 - a call that was left has a file until it is over
+            await asyncio.sleep(0.01)
+
+
+async def test_the_engine_opens_no_file_but_the_one_that_was_meant(tmp_path: Path) -> None:
+    """Its number in the replica may be another file's by then, such as a journal's."""
+    (tmp_path / "journal").write_bytes(b"kept")
+    meant: list[m.KvFile] = []
+
+    async def call(build: Callable[[int], m.Command]) -> m.CallDone:
+        command = build(1)
+        assert isinstance(command, m.TakeKv)
+        meant.append(command.file)
+        tokens, content = mapped(command.file)
+        assert (tokens, content.tobytes()) == (PLACE.tokens, b"content")
+        return m.CallDone(1, kv_blocks=3)
+
+    form = KvForm(kind="", block_tokens=16, block_bytes=64)
+    copies = EmbeddedCopies(form, call)
+    assert await copies.take(PLACE, KvPart(), b"content", "s", 1.0) == 3
+    with pytest.raises(KvRefused):
+        mapped(meant[0])
+    with (tmp_path / "journal").open("r+b") as journal, pytest.raises(KvRefused, match="another one"):
+        mapped(replace(meant[0], number=journal.fileno()))
+    with pytest.raises(KvRefused):
+        mapped(m.KvFile(process=2**22, number=1, device=0, inode=0, size=1, tokens=0))
