@@ -5,20 +5,26 @@ from __future__ import annotations
 import asyncio
 import os
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import cast
 
+import numpy as np
 import pytest
 from engine_helpers import request
 from msgspec.structs import replace
+from test_compiling import Played
 
 from midstream.core.config import EngineSettings
 from midstream.core.types import GenerationEvent
 from midstream.engine.base import EngineDied
 from midstream.engine.embedded import protocol as m
+from midstream.engine.embedded.core import EngineCore
 from midstream.engine.embedded.engine import EmbeddedEngine
 from midstream.engine.embedded.kv_files import EmbeddedCopies, mapped
+from midstream.engine.embedded.loop import EngineLoop
 from midstream.engine.kv_copies import KvForm, KvPart, KvPlace, KvRefused
+from midstream.http.ipc import Disconnected
 
 PROMPT = [(at * 7) % 251 for at in range(200)]
 SALT = b"s" * 32
@@ -99,3 +105,68 @@ async def test_the_engine_opens_no_file_but_the_one_that_was_meant(tmp_path: Pat
         mapped(replace(meant[0], number=journal.fileno()))
     with pytest.raises(KvRefused):
         mapped(m.KvFile(process=2**22, number=1, device=0, inode=0, size=1, tokens=0))
+
+
+class Steps(Played):
+    """What comes back, in order: the number of a call, or the tokens of a step's event. One read for each command."""
+
+    def __init__(self, commands: list[m.Command], enough: Callable[[Played], bool]) -> None:
+        super().__init__(commands, enough)
+        self.order: list[str] = []
+        self.blocks: list[int] = []
+
+    def send(self, reply: m.Reply) -> None:
+        super().send(reply)
+        if isinstance(reply, m.CallDone):
+            assert reply.error is None
+            self.order.append("copy")
+            self.blocks.append(reply.kv_blocks)
+        elif isinstance(reply, m.Events) and reply.events:
+            self.order.append("step")
+
+
+@pytest.fixture
+def piece(tiny_model: Callable[..., Path]) -> Iterator[tuple[m.KvFile, KvPart]]:
+    """Of PROMPT, all that another engine has, in a file of this process."""
+    old = EngineCore(tiny_model(), EngineSettings())
+    old.add(replace(request("r", PROMPT, max_tokens=1, echo=0), salt=SALT))
+    while not old.idle:
+        old.step()
+    content = np.zeros(12 * old.copies.block_bytes, dtype=np.uint8)
+    part = old.copies.give(PLACE, 0, 12, None, content)
+    number = os.memfd_create("midstream-kv")
+    os.write(number, PLACE.tokens + content.tobytes())
+    found = os.fstat(number)
+    size = len(PLACE.tokens)
+    yield m.KvFile(os.getpid(), number, found.st_dev, found.st_ino, found.st_size, tokens=size), part
+    os.close(number)
+
+
+def test_a_stream_has_a_step_between_two_copies(
+    tiny_model: Callable[..., Path], piece: tuple[m.KvFile, KvPart]
+) -> None:
+    file, part = piece
+    core = EngineCore(tiny_model(), EngineSettings())
+    stream = m.Generate(request("stream", b"abc", max_tokens=30, echo=0))
+    gives = [m.GiveKv(call, file, SALT, "", 0, 0, None) for call in range(3)]
+    takes = [m.TakeKv(call, file, SALT, "", part, "s", 9.0) for call in range(3, 6)]
+    channel = Steps(cast("list[m.Command]", [stream, *gives, *takes]), lambda one: one.ended("stream"))
+    with pytest.raises(Disconnected):
+        EngineLoop(channel, core).run()
+    assert channel.order[:12] == ["copy", "step"] * 6
+    assert channel.blocks == [0, 0, 0, 12, 12, 12]
+    core.check()
+
+
+def test_a_session_that_ends_while_its_kv_comes_claims_none_of_it(
+    tiny_model: Callable[..., Path], piece: tuple[m.KvFile, KvPart]
+) -> None:
+    file, part = piece
+    core = EngineCore(tiny_model(), EngineSettings())
+    takes = [m.TakeKv(1, file, SALT, "", part, "s", 9.0), m.TakeKv(2, file, SALT, "", part, "t", 9.0)]
+    commands = cast("list[m.Command]", [*takes, m.EndSession("s")])
+    channel = Steps(commands, lambda one: len(cast("Steps", one).blocks) == 2)
+    with pytest.raises(Disconnected):
+        EngineLoop(channel, core).run()
+    assert channel.blocks == [12, 12]
+    assert {claim.session for claim in core.scheduler.claims} == {"t"}
