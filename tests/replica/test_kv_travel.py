@@ -156,11 +156,6 @@ def other_model(old: Running, new: Running) -> None:
     copies.form = msgspec.structs.replace(copies.form, kind="other")
 
 
-def each_reset(old: Running, new: Running) -> None:
-    for here in (old, new):
-        here.replica.reset_cache("")
-
-
 def older_namespace(old: Running, new: Running) -> None:
     for here in (old, new):
         here.replica.own.namespaces.commit("new_session", None, "1")
@@ -170,7 +165,6 @@ def older_namespace(old: Running, new: Running) -> None:
 UNLIKE: dict[str, Callable[[Running, Running], Any]] = {
     "only the new home was reset": lambda old, new: new.replica.reset_cache("r"),
     "only the old home was reset": lambda old, new: old.replica.reset_cache("r"),
-    "each was reset by itself": each_reset,
     "the old home has switched": lambda old, new: old.replica.own.namespaces.commit("none", None, "1"),
     "the session stays with an older namespace": older_namespace,
     "the session was closed": lambda old, new: old.replica.close_session(("t", "s")),
@@ -196,16 +190,19 @@ async def test_two_homes_that_differ_leave_the_history_to_be_computed(tmp_path: 
         assert came(new) == (BLOCKS if what == "nothing" else 0)
 
 
-async def test_replicas_that_the_same_call_reset_give_each_other_what_came_since(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("call", "blocks"), [("by one call", BLOCKS), ("", 0)])
+async def test_replicas_that_the_same_call_reset_give_each_other_what_came_since(
+    tmp_path: Path, call: str, blocks: int
+) -> None:
+    """Without a name, each was reset by itself: nobody knows which of them came first."""
     async with homes(tmp_path, Caching(), Caching()) as (old, new):
         for here in (old, new):
-            here.replica.reset_cache("by one call")
+            here.replica.reset_cache(call)
         await lives(old)
         slow(new)
         await ask(new, old.url)
-        before = copies_of(old)
-        assert came(new) == BLOCKS
-        assert {age for *_, age in before.asked} == {None}
+        assert came(new) == blocks
+        assert {age for *_, age in copies_of(old).asked} == ({None} if blocks else set())
 
 
 async def test_a_replica_that_joined_later_gets_what_the_newest_weights_computed(tmp_path: Path) -> None:
@@ -308,6 +305,17 @@ async def test_an_answer_that_comes_again_is_not_taken_again(
         monkeypatch.setattr(new.replica.travel, "_call", repeats)
         await ask(new, old.url)
         assert came(new) == 3
+        # Nor one to the same question, asked before.
+        copies_of(new).held.clear()
+        copies_of(new).taken.clear()
+        earlier = iter(answers[:2])
+
+        async def replays(url: str, question: bytes, most: int) -> bytes:
+            return next(earlier)
+
+        monkeypatch.setattr(new.replica.travel, "_call", replays)
+        await ask(new, old.url)
+        assert copies_of(new).taken == []
 
 
 async def test_an_answer_without_end_takes_bounded_memory(tmp_path: Path) -> None:
