@@ -158,6 +158,8 @@ class KvTravel:
         pull.asking = asyncio.get_running_loop().time()
         answer, _ = await self._ask(pull, 0, 0)
         there = answer.part.total
+        if not there:
+            return
         here = await self._take(pull, answer.part, b"")
         rate = pull.prefill_tokens_s or answer.prefill_tokens_s
         limit_s = min(MOST_S, SHARE * (there - here) * form.block_tokens / rate) if rate > 0 else 0.0
@@ -223,7 +225,7 @@ class KvTravel:
         find: Callable[[KvAsked], KvHere | None],
         prefill_tokens_s: float,
     ) -> bytes:
-        """find: where the session's next turn would look here. Raises InvalidRequest, EngineDied."""
+        """find: where the session's next turn would look here. Raises InvalidRequest, and what `find` raises."""
         try:
             asked = _asked.decode(body)
         except msgspec.MsgspecError as error:
@@ -238,7 +240,7 @@ class KvTravel:
                 place = KvPlace(here.salt, here.policy, asked.tokens)
                 try:
                     part, content = await here.copies.give(place, asked.first, most, age_max)
-                except KvRefused as error:
+                except (KvRefused, EngineDied) as error:
                     log.info("no KV was given: %s", error)
             head = msgspec.msgpack.encode(KvAnswer(part=part, prefill_tokens_s=prefill_tokens_s))
             return await asyncio.to_thread(sealed, self._key, body, head, content)

@@ -324,7 +324,7 @@ class Replica:
         """Pause or resume, unless a newer message said otherwise. The report shows when it is done."""
         self._pausing.ask(wanted)
 
-    def reset_cache(self, event: str) -> None:
+    def reset_cache(self, event: str = "") -> None:
         for policy in self.policies:
             policy.reset_cache(event)
 
