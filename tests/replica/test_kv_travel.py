@@ -15,12 +15,12 @@ from test_travelling_turns import homes
 
 from midstream.core.headers import HEADER_BOOT, HEADER_MOVED, HEADER_PLACED, HEADER_SESSION, HEADER_TENANT
 from midstream.core.price import Moved
+from midstream.core.types import Stage
 from midstream.engine.base import EngineDied
 from midstream.engine.kv_copies import KvCopies, KvForm, KvPart, KvPlace, KvRefused
 from midstream.http.call import CallFailed
 from midstream.replica import kv_travel
 from midstream.replica.kv_travel import PATH_KV, SHARE, opened, sealed
-from midstream.replica.swap.table import Stage
 
 BLOCK, BLOCK_BYTES = 4, 64
 TEXT = "a history of some length, as tokens"
@@ -79,9 +79,9 @@ class Caching(FakeEngine):
 
 
 def copies_of(here: Running) -> FakeCopies:
-    engine = here.engine
-    assert isinstance(engine, Caching)
-    return engine.kv
+    copies = here.engine.kv
+    assert isinstance(copies, FakeCopies)
+    return copies
 
 
 def came(here: Running) -> int:
