@@ -36,6 +36,7 @@ from midstream.core.server_settings import VllmSettings
 from midstream.core.types import EngineStats, GenerationEvent, ModelInfo, TokenRecord
 from midstream.engine.embedded import engine as embedded
 from midstream.engine.embedded import protocol
+from midstream.engine.kv_copies import KvForm
 from midstream.engine.servers import engine as served
 from midstream.engine.servers.model import Shape
 from midstream.engine.vllm import engine as vllm
@@ -53,6 +54,7 @@ from midstream.replica.text.vocabulary import BYTE_ALPHABET
 
 NAMES = ServedNames("accounts/local/models/tiny", "accounts/local/deployments/default")
 INFO = ModelInfo(max_model_len=2**20, vocab_size=300, eos_token_ids=(257,))
+KV = KvForm(kind="", block_tokens=16, block_bytes=16)
 #: Rounds of reads before those that count: each token of TEXT has come twice then, and is known.
 WARM = 80
 COUNTED = 32
@@ -110,7 +112,7 @@ class EmbeddedPlayed(embedded.EmbeddedEngine):
     async def start(self) -> ModelInfo:
         self._link = link = embedded._EngineLink(self._dispatch)
         link.connection_made(cast(asyncio.Transport, self._transport))
-        link.data_received(bytes(frame(protocol.Ready(INFO))))
+        link.data_received(bytes(frame(protocol.Ready(INFO, KV))))
         return INFO
 
     async def close(self) -> None:

@@ -17,7 +17,7 @@ from midstream.core.config import EngineSettings
 from midstream.core.types import BASE_SNAPSHOT, GenerateRequest
 from midstream.engine.embedded.core import EngineCore
 from midstream.engine.embedded.kv_copies import UNKNOWN, kind_of
-from midstream.engine.kv_copies import KvPart, KvPlace, KvRefused
+from midstream.engine.kv_copies import KvPiece, KvPlace, KvRefused
 from midstream.replica.namespaces import cache_salt
 
 PROMPT = random.Random(5).choices(range(VOCABULARY), k=100)
@@ -31,7 +31,7 @@ def packed(prompt: Sequence[int]) -> bytes:
 
 def given(
     core: EngineCore, place: KvPlace, first: int, most: int, age_max: int | None = None
-) -> tuple[KvPart, np.ndarray]:
+) -> tuple[KvPiece, np.ndarray]:
     content = np.zeros(most * core.copies.block_bytes, dtype=np.uint8)
     part = core.copies.give(place, first, most, age_max, content)
     return part, content[: part.count * core.copies.block_bytes]
@@ -248,7 +248,7 @@ def test_kv_is_found_under_its_salt_alone_and_within_the_bound_on_ages(
     assert run(another, [asked("old", PROMPT, kv_age_max=1)])["old", 0].cached == 96
 
 
-def broken(part: KvPart) -> list[KvPart]:
+def broken(part: KvPiece) -> list[KvPiece]:
     """What no engine says."""
     label, files = part.commits[0]
     return [

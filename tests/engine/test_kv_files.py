@@ -23,7 +23,7 @@ from midstream.engine.embedded.core import EngineCore
 from midstream.engine.embedded.engine import EmbeddedEngine
 from midstream.engine.embedded.kv_files import EmbeddedCopies, mapped
 from midstream.engine.embedded.loop import EngineLoop
-from midstream.engine.kv_copies import KvForm, KvPart, KvPlace, KvRefused
+from midstream.engine.kv_copies import KvForm, KvPiece, KvPlace, KvRefused
 from midstream.http.ipc import Disconnected
 
 PROMPT = [(at * 7) % 251 for at in range(200)]
@@ -98,7 +98,7 @@ async def test_the_engine_opens_no_file_but_the_one_that_was_meant(tmp_path: Pat
 
     form = KvForm(kind="", block_tokens=16, block_bytes=64)
     copies = EmbeddedCopies(form, call)
-    assert await copies.take(PLACE, KvPart(), b"content", "s", 1.0) == 3
+    assert await copies.take(PLACE, KvPiece(), b"content", "s", 1.0) == 3
     with pytest.raises(KvRefused):
         mapped(meant[0])
     with (tmp_path / "journal").open("r+b") as journal, pytest.raises(KvRefused, match="another one"):
@@ -126,7 +126,7 @@ class Steps(Played):
 
 
 @pytest.fixture
-def piece(tiny_model: Callable[..., Path]) -> Iterator[tuple[m.KvFile, KvPart]]:
+def piece(tiny_model: Callable[..., Path]) -> Iterator[tuple[m.KvFile, KvPiece]]:
     """Of PROMPT, all that another engine has, in a file of this process."""
     old = EngineCore(tiny_model(), EngineSettings())
     old.add(replace(request("r", PROMPT, max_tokens=1, echo=0), salt=SALT))
@@ -143,7 +143,7 @@ def piece(tiny_model: Callable[..., Path]) -> Iterator[tuple[m.KvFile, KvPart]]:
 
 
 def test_a_stream_has_a_step_between_two_copies(
-    tiny_model: Callable[..., Path], piece: tuple[m.KvFile, KvPart]
+    tiny_model: Callable[..., Path], piece: tuple[m.KvFile, KvPiece]
 ) -> None:
     file, part = piece
     core = EngineCore(tiny_model(), EngineSettings())
@@ -159,7 +159,7 @@ def test_a_stream_has_a_step_between_two_copies(
 
 
 def test_a_session_that_ends_while_its_kv_comes_claims_none_of_it(
-    tiny_model: Callable[..., Path], piece: tuple[m.KvFile, KvPart]
+    tiny_model: Callable[..., Path], piece: tuple[m.KvFile, KvPiece]
 ) -> None:
     file, part = piece
     core = EngineCore(tiny_model(), EngineSettings())

@@ -17,7 +17,7 @@ from midstream.core.headers import HEADER_BOOT, HEADER_MOVED, HEADER_PLACED, HEA
 from midstream.core.price import Moved
 from midstream.core.types import Stage
 from midstream.engine.base import EngineDied
-from midstream.engine.kv_copies import KvCopies, KvForm, KvPart, KvPlace, KvRefused
+from midstream.engine.kv_copies import KvCopies, KvForm, KvPiece, KvPlace, KvRefused
 from midstream.http.call import CallFailed
 from midstream.replica import kv_travel
 from midstream.replica.kv_travel import PATH_KV, SHARE, opened, sealed
@@ -36,7 +36,7 @@ class FakeCopies(KvCopies):
         self.form = KvForm(kind="one", block_tokens=BLOCK, block_bytes=BLOCK_BYTES)
         self.held: dict[tuple[bytes, str], list[bytes]] = {}
         self.asked: list[tuple[KvPlace, int, int, int | None]] = []
-        self.taken: list[tuple[KvPlace, KvPart]] = []
+        self.taken: list[tuple[KvPlace, KvPiece]] = []
         self.before_giving: Hook = lambda: None
         self.gives = asyncio.Event()
         self.gives.set()
@@ -48,7 +48,7 @@ class FakeCopies(KvCopies):
 
     async def give(
         self, place: KvPlace, first: int, most: int, kv_age_max: int | None
-    ) -> tuple[KvPart, bytes]:
+    ) -> tuple[KvPiece, bytes]:
         self.asked.append((place, first, most, kv_age_max))
         self.asking.set()
         await self.gives.wait()
@@ -57,11 +57,11 @@ class FakeCopies(KvCopies):
         chain = [mine for mine, wanted in zip(held, self.blocks(place), strict=False) if mine == wanted]
         part = chain[first : first + most]
         return (
-            KvPart(total=len(chain), first=first, count=len(part)),
+            KvPiece(total=len(chain), first=first, count=len(part)),
             b"".join(block * (BLOCK_BYTES // len(block)) for block in part),
         )
 
-    async def take(self, place: KvPlace, part: KvPart, content: bytes, session: str, kept_s: float) -> int:
+    async def take(self, place: KvPlace, part: KvPiece, content: bytes, session: str, kept_s: float) -> int:
         self.taken.append((place, part))
         own = self.held.setdefault((place.salt, place.policy), [])
         if part.first == len(own):

@@ -30,7 +30,7 @@ class KvForm(msgspec.Struct, frozen=True, kw_only=True):
     block_bytes: int
 
 
-class KvPart(msgspec.Struct, frozen=True, kw_only=True):
+class KvPiece(msgspec.Struct, frozen=True, kw_only=True):
     """Blocks `first` to `first + count` of a chain of `total`. spans: of the chain from its root to the piece's end, first
     position and age of its commit. commits: label and files of the commits up to the newest, which is the last and has the
     age 0."""
@@ -58,12 +58,12 @@ class KvCopies(abc.ABC):
     @abc.abstractmethod
     async def give(
         self, place: KvPlace, first: int, most: int, kv_age_max: int | None
-    ) -> tuple[KvPart, bytes]:
+    ) -> tuple[KvPiece, bytes]:
         """Of what a request with these tokens would find, at most so many blocks from `first` on. Raises EngineDied,
         KvRefused."""
 
     @abc.abstractmethod
-    async def take(self, place: KvPlace, part: KvPart, content: bytes, session: str, kept_s: float) -> int:
+    async def take(self, place: KvPlace, part: KvPiece, content: bytes, session: str, kept_s: float) -> int:
         """Keep blocks that another engine gave, for a session whose turn comes at once. kept_s: as in GenerateRequest.
 
         How many blocks of the piece's chain are here now, from its root on; fewer than `part.first` where some before the piece

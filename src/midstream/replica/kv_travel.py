@@ -26,7 +26,7 @@ import msgspec
 from midstream.core.errors import InvalidRequest
 from midstream.core.headers import HEADER_TOKEN
 from midstream.engine.base import EngineDied
-from midstream.engine.kv_copies import KvCopies, KvForm, KvPart, KvPlace, KvRefused
+from midstream.engine.kv_copies import KvCopies, KvForm, KvPiece, KvPlace, KvRefused
 from midstream.http.call import CallFailed, open_stream
 from midstream.http.tls import tls_for
 from midstream.replica.kv_budget import KvBudget, KvTurn, session_name
@@ -80,7 +80,7 @@ class KvAsked(msgspec.Struct, frozen=True, kw_only=True):
 class KvAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """prefill_tokens_s: what computing is like there; 0: not known."""
 
-    part: KvPart
+    part: KvPiece
     prefill_tokens_s: float
 
 
@@ -174,7 +174,7 @@ class KvTravel:
                 return
             pull.came += here - before
 
-    async def _take(self, pull: _Pull, part: KvPart, content: bytes) -> int:
+    async def _take(self, pull: _Pull, part: KvPiece, content: bytes) -> int:
         here = pull.here
         if pull.look() != here:
             raise KvRefused("the cache was reset, or other weights serve")
@@ -230,7 +230,7 @@ class KvTravel:
             asked = _asked.decode(body)
         except msgspec.MsgspecError as error:
             raise InvalidRequest(f"not a question about KV: {error}") from error
-        part, content = KvPart(), b""
+        part, content = KvPiece(), b""
         async with self._giving:
             here = find(asked)
             if here is not None and (here.era, here.copies.form) == (asked.era, asked.form):

@@ -33,7 +33,7 @@ from midstream.engine.embedded.scheduler import Sequence as Choice
 from midstream.engine.embedded.token_scores import NO_SNAPSHOT, ScoreStore
 from midstream.engine.embedded.track import Track
 from midstream.engine.embedded.weights import WeightStore
-from midstream.engine.kv_copies import COMMITS_MAX, KvForm, KvPart, KvPlace, KvRefused
+from midstream.engine.kv_copies import COMMITS_MAX, KvForm, KvPiece, KvPlace, KvRefused
 
 #: The label of weights that nothing is known of, or whose check failed.
 UNKNOWN = "?"
@@ -67,25 +67,25 @@ class CoreCopies:
 
     def give(
         self, place: KvPlace, first: int, most: int, kv_age_max: int | None, content: np.ndarray
-    ) -> KvPart:
+    ) -> KvPiece:
         """content: bytes that take `most` blocks. Where `most` is 0, the piece says what there is."""
         track = self._store.policies.get(place.policy)
         chain = [] if track is None else self._chain(place, track, kv_age_max)
         if track is None or not chain:
-            return KvPart()
+            return KvPiece()
         taken = chain[first : first + most]
         spans = _spans(chain[: first + len(taken)] if most else chain)
         commits = track.last(COMMITS_MAX)
         oldest = spans[0][1]
         if oldest not in commits or len(spans) > COMMITS_MAX:
-            return KvPart()
+            return KvPiece()
         commits = commits[commits.index(oldest) :]
         named = self._named(commits)
         if any(label == UNKNOWN or not (files or commit == 0) for commit, (label, files) in named):
             # Nobody could say whether another engine's weights are the same.
-            return KvPart()
+            return KvPiece()
         self._read([prefix.block for prefix in taken], commits, content)
-        return KvPart(
+        return KvPiece(
             total=len(chain),
             first=first,
             count=len(taken),
@@ -93,7 +93,7 @@ class CoreCopies:
             commits=tuple(name for _, name in named),
         )
 
-    def take(self, place: KvPlace, part: KvPart, content: np.ndarray, session: str, kept_s: float) -> int:
+    def take(self, place: KvPlace, part: KvPiece, content: np.ndarray, session: str, kept_s: float) -> int:
         """See KvCopies. Raises KvRefused."""
         commits, reach = self._checked(place, part, len(content))
         tokens, epochs = self._blocks_of(place.tokens, reach), self._epochs_of(part, commits, reach)
@@ -146,7 +146,7 @@ class CoreCopies:
     def _named(self, commits: Sequence[int]) -> list[tuple[int, tuple[str, str]]]:
         return [(commit, (self._store.labels[commit], self._store.files[commit])) for commit in commits]
 
-    def _checked(self, place: KvPlace, part: KvPart, size: int) -> tuple[list[int], int]:
+    def _checked(self, place: KvPlace, part: KvPiece, size: int) -> tuple[list[int], int]:
         """The commits here that the piece names, and up to which block it says something. Raises KvRefused."""
         reach = part.first + part.count if part.count else part.total
         track = self._store.policies.get(place.policy)
@@ -171,7 +171,7 @@ class CoreCopies:
         width = self._pool.block_size * WIDTH
         return [tokens[at * width : (at + 1) * width] for at in range(blocks)]
 
-    def _epochs_of(self, part: KvPart, commits: Sequence[int], blocks: int) -> list[tuple[int, ...]]:
+    def _epochs_of(self, part: KvPiece, commits: Sequence[int], blocks: int) -> list[tuple[int, ...]]:
         """Of each block."""
         size = self._pool.block_size
         epochs = np.empty(blocks * size, dtype=np.int64)

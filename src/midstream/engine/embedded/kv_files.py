@@ -17,7 +17,7 @@ import numpy as np
 
 from midstream.engine.base import StagingFailed
 from midstream.engine.embedded import protocol as m
-from midstream.engine.kv_copies import KvCopies, KvForm, KvPart, KvPlace, KvRefused
+from midstream.engine.kv_copies import KvCopies, KvForm, KvPiece, KvPlace, KvRefused
 from midstream.snapshots.tasks import finished
 
 Call = Callable[[Callable[[int], m.Command]], Awaitable[m.CallDone]]
@@ -48,7 +48,7 @@ class EmbeddedCopies(KvCopies):
 
     async def give(
         self, place: KvPlace, first: int, most: int, kv_age_max: int | None
-    ) -> tuple[KvPart, bytes]:
+    ) -> tuple[KvPiece, bytes]:
         room = most * self.form.block_bytes
 
         def command(call: int, file: m.KvFile) -> m.Command:
@@ -59,7 +59,7 @@ class EmbeddedCopies(KvCopies):
             raise KvRefused("the engine gives nothing")
         return done.kv, content[: done.kv.count * self.form.block_bytes]
 
-    async def take(self, place: KvPlace, part: KvPart, content: bytes, session: str, kept_s: float) -> int:
+    async def take(self, place: KvPlace, part: KvPiece, content: bytes, session: str, kept_s: float) -> int:
         def command(call: int, file: m.KvFile) -> m.Command:
             return m.TakeKv(call, file, place.salt, place.policy, part, session, kept_s)
 

@@ -25,7 +25,7 @@ from midstream.core.types import (
     ModelInfo,
     SwapTiming,
 )
-from midstream.engine.kv_copies import KvForm, KvPart
+from midstream.engine.kv_copies import KvForm, KvPiece
 
 
 def embedded_card(settings: EngineSettings, *, grammars: bool, reproducible: bool) -> EngineCard:
@@ -173,7 +173,7 @@ class TakeKv(msgspec.Struct, tag=True, frozen=True):
     file: KvFile
     salt: bytes
     policy: str
-    part: KvPart
+    part: KvPiece
     session: str
     kept_s: float
 
@@ -227,7 +227,7 @@ class CallDone(msgspec.Struct, tag=True, frozen=True):
     refused: bool = False
     timing: SwapTiming | None = None
     digest: str | None = None
-    kv: KvPart | None = None
+    kv: KvPiece | None = None
     kv_blocks: int = 0
 
 
