@@ -21,7 +21,6 @@ import msgspec
 from midstream.core.decoding import message_of
 from midstream.core.errors import (
     AnotherBoot,
-    InvalidRequest,
     MidstreamError,
     NotFound,
     ReplicaUnavailable,
@@ -39,7 +38,7 @@ from midstream.core.headers import (
 from midstream.core.price import RoomOffer
 from midstream.core.responses import ResponseAsked
 from midstream.core.resumption import HEADER_FAILOVER, HEADER_RESUMABLE, PATH_RESUME, given_up, read_resume
-from midstream.core.sessions import SessionsAsked, SessionsHeld, SessionsReport
+from midstream.core.sessions import SessionsAsked, SessionsReport
 from midstream.core.traces import RewardAsked
 from midstream.core.tracing import SpanRecord, Tracer
 from midstream.core.transfer import TRANSFER_PATH
@@ -48,6 +47,7 @@ from midstream.core.wires import PREFIX, WIRES, WirePath, wire_of
 from midstream.http.budget import Budget, BudgetBounds
 from midstream.http.http1 import ClientConnection, Exchange
 from midstream.http.message import Request
+from midstream.replica import control_answers
 from midstream.replica.control import TakenExchange, TraceExchange, TransferExchange, TurnsExchange
 from midstream.replica.earlier import PATH_TAKEN, PATH_TURNS, EarlierTurns
 from midstream.replica.exchange import (
@@ -116,22 +116,34 @@ class ReplicaApp:
         outbox = Outbox()
         get, post = b"GET", b"POST"
         self._routes: dict[bytes, tuple[bytes, Serves]] = {
-            b"/health": (get, _at_once(lambda _: _health(replica))),
+            b"/health": (get, _at_once(lambda _: control_answers.health(replica))),
             b"/replica/report": (get, _at_once(lambda _: (200, replica.report()))),
             b"/replica/events": (get, lambda request, client: EventsExchange(request, client, replica)),
-            b"/replica/desired": (post, _taking(Desired, "a desired snapshot", replica, _desire)),
-            b"/replica/policy/end": (post, _taking(PolicyEnd, "the end of a policy", replica, _end_policy)),
-            b"/replica/sessions": (post, _taking(SessionsAsked, OF_SESSIONS, replica, _sessions)),
-            b"/replica/sessions/close": (post, _taking(SessionsAsked, OF_SESSIONS, replica, _close_session)),
+            b"/replica/desired": (
+                post,
+                _taking(Desired, "a desired snapshot", replica, control_answers.desire),
+            ),
+            b"/replica/policy/end": (
+                post,
+                _taking(PolicyEnd, "the end of a policy", replica, control_answers.end_policy),
+            ),
+            b"/replica/sessions": (
+                post,
+                _taking(SessionsAsked, OF_SESSIONS, replica, control_answers.sessions),
+            ),
+            b"/replica/sessions/close": (
+                post,
+                _taking(SessionsAsked, OF_SESSIONS, replica, control_answers.close_session),
+            ),
             PATH_TURNS.encode(): (post, lambda request, client: TurnsExchange(request, client, replica)),
             KvExchange.path: (post, lambda request, client: KvExchange(request, client, replica)),
             PATH_TAKEN.encode(): (post, lambda request, client: TakenExchange(request, client, replica)),
             b"/replica/trace": (post, lambda request, client: TraceExchange(request, client, replica)),
             b"/replica/responses": (
                 post,
-                _taking(ResponseAsked, "a question about a response", replica, _response),
+                _taking(ResponseAsked, "a question about a response", replica, control_answers.response),
             ),
-            b"/replica/reward": (post, _taking(RewardAsked, "a reward", replica, _reward)),
+            b"/replica/reward": (post, _taking(RewardAsked, "a reward", replica, control_answers.reward)),
             b"/replica/hint": (post, _noting(Hint, "a hint", replica.hint)),
             b"/replica/pause": (post, _noting(Pause, "a pause", replica.pause)),
             b"/replica/offer": (post, _noting(RoomOffer, "an offer", replica.budget.offered)),
@@ -139,11 +151,20 @@ class ReplicaApp:
                 post,
                 lambda request, client: TransferExchange(request, client, replica),
             ),
-            b"/replica/abort": (post, _taking(tuple[str, ...] | None, "ids of requests", replica, _abort)),
-            b"/replica/reset_cache": (post, _at_once(lambda asked: _reset_cache(replica, asked.body))),
+            b"/replica/abort": (
+                post,
+                _taking(tuple[str, ...] | None, "ids of requests", replica, control_answers.abort),
+            ),
+            b"/replica/reset_cache": (
+                post,
+                _at_once(lambda asked: control_answers.reset_cache(replica, asked.body)),
+            ),
         }
         for prefix in ("", PREFIX):
-            self._routes[f"{prefix}/v1/models".encode()] = (get, _at_once(lambda _: _models(replica)))
+            self._routes[f"{prefix}/v1/models".encode()] = (
+                get,
+                _at_once(lambda _: control_answers.models(replica)),
+            )
         for path, wire in WIRES.items():
             self._routes[path.encode()] = (post, _inference(replica, wire, outbox))
         self._routes[PATH_RESUME.encode()] = (
@@ -443,64 +464,3 @@ def _inference(replica: Replica, wire: WirePath, outbox: Outbox) -> Serves:
 
 def _nothing_here(request: Request, client: ClientConnection) -> Exchange:
     return FailedExchange(request, client, NotFound(f"{line_of(request)}: Not Found"))
-
-
-def _health(replica: Replica) -> Answer:
-    if not replica.ready:
-        raise ReplicaUnavailable("the engine is not ready")
-    return 200, {"status": "ok"}
-
-
-def _models(replica: Replica) -> Answer:
-    model = {
-        "id": replica.names.model,
-        "object": "model",
-        "created": 0,
-        "owned_by": "midstream",
-        "snapshot": replica.report().own.snapshot,
-    }
-    return 200, {"object": "list", "data": [model]}
-
-
-def _desire(replica: Replica, desired: Desired) -> Answer:
-    replica.desire(desired)
-    return 202, replica.report()
-
-
-def _end_policy(replica: Replica, end: PolicyEnd) -> Answer:
-    return 200, {"ended": replica.policies.end(end.policy, end.made)}
-
-
-def _sessions(replica: Replica, asked: SessionsAsked) -> Answer:
-    if asked.key is None:
-        return 200, SessionsHeld(tuple(replica.sessions.of(asked.tenant, asked.after, asked.limit)))
-    found = replica.session((asked.tenant, asked.key))
-    return 200, SessionsHeld(() if found is None else (found,))
-
-
-def _close_session(replica: Replica, asked: SessionsAsked) -> Answer:
-    if asked.key is None:
-        raise InvalidRequest("key: name the session that is to be closed", param="key")
-    return 200, {"closed": replica.close_session((asked.tenant, asked.key))}
-
-
-def _response(replica: Replica, asked: ResponseAsked) -> Answer:
-    found = replica.responses.find(asked.tenant, asked.id)
-    if found is None:
-        return 200, {"found": None}
-    if asked.what == "delete":
-        return 200, {"found": replica.responses.delete(asked.tenant, asked.id)}
-    return 200, {"found": found.input if asked.what == "items" else msgspec.Raw(found.body)}
-
-
-def _reward(replica: Replica, asked: RewardAsked) -> Answer:
-    return 200, replica.reward(asked)
-
-
-def _abort(replica: Replica, ids: tuple[str, ...] | None) -> Answer:
-    return 200, {"aborted": replica.policies.abort(ids)}
-
-
-def _reset_cache(replica: Replica, event: bytes) -> Answer:
-    replica.reset_cache(event.decode("latin-1"))
-    return 200, {}
