@@ -35,7 +35,7 @@ LINES_MAX = {
     "midstream_tinker": 7435,
     "models": 255,
     "proxy": 4620,
-    "replica": 20965,
+    "replica": 20955,
     "snapshots": 6905,
     "transfer": 1165,
     "verify": 4730,

@@ -59,6 +59,7 @@ from midstream.replica.exchange import (
     line_of,
 )
 from midstream.replica.kv_exchange import KvExchange
+from midstream.replica.kv_travel import PATH_KV
 from midstream.replica.peer_files import FILES_PREFIX, PeerFileExchange
 from midstream.replica.replica import Replica
 from midstream.replica.request.unknown import header_value
@@ -114,61 +115,14 @@ class ReplicaApp:
         replica.earlier = EarlierTurns(replica.trees, token)
         replica.travel.speak(token)
         outbox = Outbox()
-        get, post = b"GET", b"POST"
+        #: By path: the method, and what makes the exchange.
         self._routes: dict[bytes, tuple[bytes, Serves]] = {
-            b"/health": (get, _at_once(lambda _: control_answers.health(replica))),
-            b"/replica/report": (get, _at_once(lambda _: (200, replica.report()))),
-            b"/replica/events": (get, lambda request, client: EventsExchange(request, client, replica)),
-            b"/replica/desired": (
-                post,
-                _taking(Desired, "a desired snapshot", replica, control_answers.desire),
-            ),
-            b"/replica/policy/end": (
-                post,
-                _taking(PolicyEnd, "the end of a policy", replica, control_answers.end_policy),
-            ),
-            b"/replica/sessions": (
-                post,
-                _taking(SessionsAsked, OF_SESSIONS, replica, control_answers.sessions),
-            ),
-            b"/replica/sessions/close": (
-                post,
-                _taking(SessionsAsked, OF_SESSIONS, replica, control_answers.close_session),
-            ),
-            PATH_TURNS.encode(): (post, lambda request, client: TurnsExchange(request, client, replica)),
-            KvExchange.path: (post, lambda request, client: KvExchange(request, client, replica)),
-            PATH_TAKEN.encode(): (post, lambda request, client: TakenExchange(request, client, replica)),
-            b"/replica/trace": (post, lambda request, client: TraceExchange(request, client, replica)),
-            b"/replica/responses": (
-                post,
-                _taking(ResponseAsked, "a question about a response", replica, control_answers.response),
-            ),
-            b"/replica/reward": (post, _taking(RewardAsked, "a reward", replica, control_answers.reward)),
-            b"/replica/hint": (post, _noting(Hint, "a hint", replica.hint)),
-            b"/replica/pause": (post, _noting(Pause, "a pause", replica.pause)),
-            b"/replica/offer": (post, _noting(RoomOffer, "an offer", replica.budget.offered)),
-            TRANSFER_PATH.encode(): (
-                post,
-                lambda request, client: TransferExchange(request, client, replica),
-            ),
-            b"/replica/abort": (
-                post,
-                _taking(tuple[str, ...] | None, "ids of requests", replica, control_answers.abort),
-            ),
-            b"/replica/reset_cache": (
-                post,
-                _at_once(lambda asked: control_answers.reset_cache(replica, asked.body)),
-            ),
+            **{path.encode(): (b"GET", serves) for path, serves in _asked(replica).items()},
+            **{path.encode(): (b"POST", serves) for path, serves in _controlled(replica).items()},
+            **{path.encode(): (b"POST", _inference(replica, wire, outbox)) for path, wire in WIRES.items()},
         }
-        for prefix in ("", PREFIX):
-            self._routes[f"{prefix}/v1/models".encode()] = (
-                get,
-                _at_once(lambda _: control_answers.models(replica)),
-            )
-        for path, wire in WIRES.items():
-            self._routes[path.encode()] = (post, _inference(replica, wire, outbox))
         self._routes[PATH_RESUME.encode()] = (
-            post,
+            b"POST",
             lambda request, client: ResumeExchange(request, client, replica, RESUMED, outbox),
         )
 
@@ -432,6 +386,47 @@ class EventsExchange(TaskExchange):
         if line != self._trajectories:
             self._trajectories, self._trajectories_at = line, now
             await self._tell(line + b"\n")
+
+
+def _asked(replica: Replica) -> dict[str, Serves]:
+    """By path, what a GET reads."""
+    models = _at_once(lambda _: control_answers.models(replica))
+    return {
+        "/health": _at_once(lambda _: control_answers.health(replica)),
+        "/replica/report": _at_once(lambda _: (200, replica.report())),
+        "/replica/events": lambda request, client: EventsExchange(request, client, replica),
+        "/v1/models": models,
+        f"{PREFIX}/v1/models": models,
+    }
+
+
+def _controlled(replica: Replica) -> dict[str, Serves]:
+    """By path, the calls of gateways and of other replicas."""
+
+    def taking(kind: Any, what: str, answer: Callable[[Replica, Any], Answer]) -> Serves:
+        return _taking(kind, what, replica, answer)
+
+    def slow(make: Callable[[Request, ClientConnection, Replica], Exchange]) -> Serves:
+        return lambda request, client: make(request, client, replica)
+
+    return {
+        "/replica/desired": taking(Desired, "a desired snapshot", control_answers.desire),
+        "/replica/policy/end": taking(PolicyEnd, "the end of a policy", control_answers.end_policy),
+        "/replica/sessions": taking(SessionsAsked, OF_SESSIONS, control_answers.sessions),
+        "/replica/sessions/close": taking(SessionsAsked, OF_SESSIONS, control_answers.close_session),
+        "/replica/responses": taking(ResponseAsked, "a question about a response", control_answers.response),
+        "/replica/reward": taking(RewardAsked, "a reward", control_answers.reward),
+        "/replica/abort": taking(tuple[str, ...] | None, "ids of requests", control_answers.abort),
+        "/replica/reset_cache": _at_once(lambda asked: control_answers.reset_cache(replica, asked.body)),
+        "/replica/hint": _noting(Hint, "a hint", replica.hint),
+        "/replica/pause": _noting(Pause, "a pause", replica.pause),
+        "/replica/offer": _noting(RoomOffer, "an offer", replica.budget.offered),
+        "/replica/trace": slow(TraceExchange),
+        PATH_TURNS: slow(TurnsExchange),
+        PATH_TAKEN: slow(TakenExchange),
+        PATH_KV: slow(KvExchange),
+        TRANSFER_PATH: slow(TransferExchange),
+    }
 
 
 def _at_once(answer: Callable[[Request], Answer]) -> Serves:

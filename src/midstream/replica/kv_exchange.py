@@ -8,12 +8,10 @@ from __future__ import annotations
 import contextlib
 
 from midstream.replica.control import ControlExchange
-from midstream.replica.kv_travel import PATH_KV, KvAsked, KvHere
+from midstream.replica.kv_travel import KvAsked, KvHere
 
 
 class KvExchange(ControlExchange):
-    path = PATH_KV.encode()
-
     async def _answer(self) -> None:
         replica = self._replica
         with contextlib.ExitStack() as stack:
