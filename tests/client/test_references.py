@@ -177,6 +177,18 @@ def test_columns_can_be_sent_to_another_process(tmp_path: Path) -> None:
     assert again.sampling_masks().ids.tolist() == found.sampling_masks().ids.tolist()
 
 
+def test_a_choice_without_large_columns_can_be_sent_and_keeps_no_file(tmp_path: Path) -> None:
+    table = columns(COUNT)
+    del table["route"], table["sampling_mask"]
+    (found,) = read_reference(
+        tmp_path.as_uri(), put(tmp_path, file_of(table, msgspec.json.encode(about_of(COUNT))))
+    )
+    again = pickle.loads(pickle.dumps(found))  # noqa: S301 - its own bytes
+    assert again.logprobs.tolist() == found.logprobs.tolist()
+    assert (again.routes, again.router_weights, again.mask_bytes) == (None, None, None)
+    assert found._rows is None
+
+
 def test_routes_may_be_gaps(tmp_path: Path) -> None:
     (found,) = read_reference(tmp_path.as_uri(), with_gaps(tmp_path, [250, 5]))
     assert found.routes is not None

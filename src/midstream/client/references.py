@@ -52,7 +52,7 @@ class ChoiceColumns:
     snapshots: list[Span]
     kv_snapshots: list[Span]
     earlier_kv_snapshots: list[TracedEarlierKv]
-    # ChoiceRows, which no caller needs to know.
+    # ChoiceRows, which no caller needs to know. None: every column is there.
     _rows: Any
     near_tie_names: tuple[str, ...] = tuple(NEAR_TIES)
     # Large columns, by the name of the method of ChoiceRows.
@@ -148,7 +148,7 @@ def _checked(reference: Mapping[str, Any] | RecordReference) -> RecordReference:
 
 
 def _choice(rows: ChoiceRows) -> ChoiceColumns:
-    about, columns = rows.about, rows.small()
+    about, columns, kept = rows.about, rows.small(), dict.fromkeys(rows.lacking())
     return ChoiceColumns(
         index=about.index,
         prompt_tokens=about.prompt_tokens,
@@ -160,8 +160,8 @@ def _choice(rows: ChoiceRows) -> ChoiceColumns:
         snapshots=_spans(columns["snapshot"]),
         kv_snapshots=about.kv_snapshots,
         earlier_kv_snapshots=about.earlier_kv_snapshots,
-        _rows=rows,
-        _kept=dict.fromkeys(rows.lacking()),
+        _rows=rows if kept.keys() < _LARGE else None,
+        _kept=kept,
     )
 
 
