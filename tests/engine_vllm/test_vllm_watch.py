@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +15,7 @@ from vllm_helpers import Reading, asking, attached, begun, swap
 
 from midstream.core.server_settings import VllmSettings
 from midstream.engine.base import EngineDied
+from midstream.engine.servers import keeper
 from midstream.engine.servers.control import LOAD_BYTES_PER_S, LOAD_S, load_s
 from midstream.engine.servers.watch import CPU_PROMPT_TOKENS_PER_S, STALLED, PendingWork, Silence
 
@@ -117,6 +122,36 @@ class TestSilence:
         for now in range(1, 200):
             silence.heard()
             assert silence.update(float(now), IDLE) is None
+
+
+@pytest.mark.parametrize("error", [OSError(errno.EMFILE, "too many open files"), PermissionError("hidepid")])
+def test_a_process_that_cannot_be_looked_at_is_not_taken_for_stopped(
+    monkeypatch: pytest.MonkeyPatch, error: OSError
+) -> None:
+    """An error would end the watch without a word, and no hang would be noticed any more."""
+    own, start = os.getpid(), keeper.started_at(os.getpid())
+    assert start is not None
+
+    def refuse(path: Path) -> bytes:
+        raise error
+
+    monkeypatch.setattr(Path, "read_bytes", refuse)
+    assert not keeper.is_stopped(own, start)
+
+
+def test_processes_of_others_may_be_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With hidepid=1, /proc lists them and shows no more, and a server of ours starts and ends beside them."""
+    read = Path.read_bytes
+
+    def own(path: Path) -> bytes:
+        if path == Path("/proc/1/stat"):
+            raise PermissionError(errno.EPERM, "hidepid")
+        return read(path)
+
+    monkeypatch.setattr(Path, "read_bytes", own)
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        assert child.pid in keeper.descendants(os.getpid())
+        child.communicate(b"\n")
 
 
 def test_the_time_for_files_is_that_of_their_size(tmp_path: Path) -> None:

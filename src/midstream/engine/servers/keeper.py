@@ -76,10 +76,10 @@ def reap(server: int) -> int | None:
 
 
 def stat_of(pid: int) -> list[bytes] | None:
-    """The fields of /proc/PID/stat from the state on; None when the process is gone."""
+    """The fields of /proc/PID/stat from the state on; None when the process is gone, or another user's and hidden."""
     try:
         return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b") ")[2].split()
-    except (FileNotFoundError, ProcessLookupError):
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
         return None
 
 
@@ -91,8 +91,11 @@ def started_at(pid: int) -> int | None:
 
 
 def is_stopped(pid: int, start: int) -> bool:
-    """Whether the process that began at `start` is, as a whole. Its other states say nothing of what it waits for."""
-    stat = stat_of(pid)
+    """Whether the process that began at `start` is, as a whole. Its other states say nothing of what it waits for. False where
+    that cannot be seen, as without a free descriptor."""
+    stat = None
+    with contextlib.suppress(OSError):
+        stat = stat_of(pid)
     return stat is not None and stat[0] == b"T" and int(stat[19]) == start
 
 
