@@ -5,8 +5,10 @@ from __future__ import annotations
 import hashlib
 import io
 import pickle
+import threading
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -175,6 +177,28 @@ def test_columns_can_be_sent_to_another_process(tmp_path: Path) -> None:
     assert again.routes.tolist() == found.routes.tolist()
     assert again.router_weights is None
     assert again.sampling_masks().ids.tolist() == found.sampling_masks().ids.tolist()
+
+
+def test_two_threads_that_ask_for_one_column_get_the_same_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be most of the memory that a reader has."""
+    (found,) = read_reference(tmp_path.as_uri(), good(tmp_path))
+    asked: list[Any] = []
+    both, before = threading.Event(), RecordFile.read
+
+    def read(self: RecordFile, choice: Any, groups: range, names: Any) -> Any:
+        asked.append(names)
+        if len(asked) > 1:
+            both.set()
+        # The other thread comes here meanwhile, if it may.
+        both.wait(0.2)
+        return before(self, choice, groups, names)
+
+    monkeypatch.setattr(RecordFile, "read", read)
+    with ThreadPoolExecutor(2) as threads:
+        one, other = threads.map(lambda _: found.routes, range(2))
+    assert (one is other, asked) == (True, [["route"]])
 
 
 def test_a_choice_without_large_columns_can_be_sent_and_keeps_no_file(tmp_path: Path) -> None:

@@ -255,6 +255,8 @@ class ChoiceRows:
 
     def __init__(self, file: RecordFile, about: ChoiceAbout, groups: range) -> None:
         self._file, self.about, self._groups = file, about, groups
+        #: For whoever keeps a column, so that two threads decode it once.
+        self.decoding = threading.Lock()
 
     def small(self) -> Columns:
         """By name, an array of each column that every file has."""

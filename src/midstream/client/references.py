@@ -95,7 +95,9 @@ class ChoiceColumns:
         """What the method of ChoiceRows of this name returns, which is called once. Behind the last one the file's bytes go."""
         rows, kept = self._rows, self._kept
         if name not in kept:
-            kept[name] = getattr(rows, name)()
+            with rows.decoding:
+                if name not in kept:
+                    kept[name] = getattr(rows, name)()
             if kept.keys() == _LARGE:
                 self.__dict__["_rows"] = None
         return kept[name]
@@ -104,7 +106,7 @@ class ChoiceColumns:
         """With all columns, as another process has no file."""
         for name in _LARGE:
             self._decoded(name)
-        return self.__dict__
+        return {**self.__dict__, "_rows": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
