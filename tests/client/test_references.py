@@ -264,6 +264,26 @@ def test_a_record_whose_file_has_no_routes_is_named(tmp_path: Path) -> None:
         TurnColumns(tmp_path.as_uri()).turn(turn, "a.jsonl: line 3")
 
 
+def test_a_turn_pays_for_the_columns_that_it_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By default these are the log-probabilities, and the file may have 100 times as much."""
+    left = msgspec.to_builtins(TurnReference(good(tmp_path), 0, ["logprob", "sampling_logprob"]))
+    turn = {"token_ids": [*range(COUNT)], "record_reference": left}
+    asked: list[str] = []
+    before = RecordFile.read
+
+    def read(self: RecordFile, choice: Any, groups: range, names: Any) -> Any:
+        asked.extend(names)
+        return before(self, choice, groups, names)
+
+    monkeypatch.setattr(RecordFile, "read", read)
+    found = TurnColumns(tmp_path.as_uri()).turn(turn, "a.jsonl: line 3")
+    assert found.keys() - turn.keys() == {"logprobs", "sampling_logprobs"}
+    assert found["logprobs"] == [-float(at) for at in range(COUNT)]
+    assert not {"route", "sampling_mask"} & {*asked}
+
+
 def test_more_gaps_than_there_can_be_experts_are_refused(tmp_path: Path) -> None:
     """Of a few rows that compress to nothing they would keep the reader busy for minutes."""
     table = columns(COUNT)

@@ -6,12 +6,12 @@ Always holds: a turn gets the columns of its own tokens, or a RecordFileError na
 from __future__ import annotations
 
 from base64 import b64encode
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
 import msgspec
 
-from midstream.client.decode import Routes
 from midstream.client.errors import RecordFileError, RecordFileGone
 from midstream.client.references import ChoiceColumns, read_reference
 from midstream.core.decoding import NOT_JSON
@@ -42,14 +42,13 @@ class TurnColumns:
         found = [one for one in choices if one.index == given.choice]
         if not found or found[0].token_ids.tolist() != turn.get("token_ids"):
             raise RecordFileError(f"{where}: choice {given.choice} of {file} has other tokens than the turn")
+        fields: dict[str, Any] = {}
         try:
-            left_out = _left_out(found[0])
+            for column in given.columns:
+                fields |= _FIELDS[column](found[0])
         except RecordFileError as error:
             raise RecordFileError(f"{where}: {error}") from error
-        return {
-            **turn,
-            **{name: value for column in given.columns for name, value in left_out[column].items()},
-        }
+        return {**turn, **fields}
 
     def _choices(self, given: TurnReference, where: str) -> list[ChoiceColumns] | RecordFileGone:
         file = given.reference.file
@@ -63,21 +62,17 @@ class TurnColumns:
         return self._last[1]
 
 
-def _left_out(columns: ChoiceColumns) -> dict[LeftOut, dict[str, Any]]:
-    """By column, the fields of a turn that it fills. Raises RecordFileError."""
-    return {
-        "logprob": {"logprobs": columns.logprobs.tolist() or None},
-        "sampling_logprob": {
-            "sampling_logprobs": [None if at != at else at for at in columns.sampling_logprobs.tolist()]
-            or None
-        },
-        "route": _traced_routes(columns.routes),
-        "router_weights": _traced_weights(columns),
-        "sampling_mask": _traced_masks(columns),
-    }
+def _traced_logprobs(columns: ChoiceColumns) -> dict[str, Any]:
+    return {"logprobs": columns.logprobs.tolist() or None}
 
 
-def _traced_routes(routes: Routes | None) -> dict[str, Any]:
+def _traced_sampling(columns: ChoiceColumns) -> dict[str, Any]:
+    given = columns.sampling_logprobs.tolist()
+    return {"sampling_logprobs": [None if at != at else at for at in given] or None}
+
+
+def _traced_routes(columns: ChoiceColumns) -> dict[str, Any]:
+    routes = columns.routes
     if routes is None or not len(routes):
         return {}
     return {
@@ -100,3 +95,13 @@ def _traced_masks(columns: ChoiceColumns) -> dict[str, Any]:
     return {
         "sampling_masks": [b64encode(data[start:end].tobytes()).decode() for start, end in pairwise(ends)]
     }
+
+
+#: By column, the fields of a turn that it fills. Each may raise RecordFileError.
+_FIELDS: dict[LeftOut, Callable[[ChoiceColumns], dict[str, Any]]] = {
+    "logprob": _traced_logprobs,
+    "sampling_logprob": _traced_sampling,
+    "route": _traced_routes,
+    "router_weights": _traced_weights,
+    "sampling_mask": _traced_masks,
+}
