@@ -251,12 +251,10 @@ class RecordFile:
 
 
 class ChoiceRows:
-    """The rows of one choice's sampled tokens. Each call decodes a column, and may raise RecordFileError."""
+    """A choice's sampled tokens. A call decodes a column, or raises RecordFileError; under `decoding`, once for all threads."""
 
     def __init__(self, file: RecordFile, about: ChoiceAbout, groups: range) -> None:
-        self._file, self.about, self._groups = file, about, groups
-        #: For whoever keeps a column, so that two threads decode it once.
-        self.decoding = threading.Lock()
+        self._file, self.about, self._groups, self.decoding = file, about, groups, threading.Lock()
 
     def small(self) -> Columns:
         """By name, an array of each column that every file has."""

@@ -42,13 +42,12 @@ class TurnColumns:
         found = [one for one in choices if one.index == given.choice]
         if not found or found[0].token_ids.tolist() != turn.get("token_ids"):
             raise RecordFileError(f"{where}: choice {given.choice} of {file} has other tokens than the turn")
-        fields: dict[str, Any] = {}
         try:
             for column in given.columns:
-                fields |= _FIELDS[column](found[0])
+                turn = {**turn, **_FIELDS[column](found[0])}
         except RecordFileError as error:
             raise RecordFileError(f"{where}: {error}") from error
-        return {**turn, **fields}
+        return turn
 
     def _choices(self, given: TurnReference, where: str) -> list[ChoiceColumns] | RecordFileGone:
         file = given.reference.file
@@ -60,10 +59,6 @@ class TurnColumns:
             except (RecordFileError, RuntimeError) as error:
                 raise RecordFileError(f"{where}: {error}") from error
         return self._last[1]
-
-
-def _traced_logprobs(columns: ChoiceColumns) -> dict[str, Any]:
-    return {"logprobs": columns.logprobs.tolist() or None}
 
 
 def _traced_sampling(columns: ChoiceColumns) -> dict[str, Any]:
@@ -99,7 +94,7 @@ def _traced_masks(columns: ChoiceColumns) -> dict[str, Any]:
 
 #: By column, the fields of a turn that it fills. Each may raise RecordFileError.
 _FIELDS: dict[LeftOut, Callable[[ChoiceColumns], dict[str, Any]]] = {
-    "logprob": _traced_logprobs,
+    "logprob": lambda columns: {"logprobs": columns.logprobs.tolist() or None},
     "sampling_logprob": _traced_sampling,
     "route": _traced_routes,
     "router_weights": _traced_weights,

@@ -91,12 +91,11 @@ def started_at(pid: int) -> int | None:
 
 
 def is_stopped(pid: int, start: int) -> bool:
-    """Whether the process that began at `start` is, as a whole. Its other states say nothing of what it waits for. False where
-    that cannot be seen, as without a free descriptor."""
-    stat = None
+    """Whether the process that began at `start` is, as a whole. Its other states say nothing of what it waits for."""
+    # Without a free descriptor, for one, that cannot be seen.
     with contextlib.suppress(OSError):
-        stat = stat_of(pid)
-    return stat is not None and stat[0] == b"T" and int(stat[19]) == start
+        return (stat := stat_of(pid)) is not None and stat[0] == b"T" and int(stat[19]) == start
+    return False
 
 
 def descendants(root: int) -> list[int]:
