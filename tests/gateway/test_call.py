@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import gc
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import pytest
 import uvloop
@@ -94,6 +95,31 @@ def test_a_call_without_a_time_limit_ends_when_the_other_machine_is_lost(
 
     with asyncio.Runner(loop_factory=loop) as runner:
         assert runner.run(main()) == [value for _, _, value in PROBED]
+
+
+@pytest.mark.parametrize("loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_a_connection_that_is_gone_before_it_is_looked_at_is_lost(
+    loop: Callable[[], asyncio.AbstractEventLoop], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of a replica that is killed just now. Any other error of its event stream would end the gateway."""
+
+    async def main() -> None:
+        running = asyncio.get_running_loop()
+        connect = running.create_connection
+
+        async def late(*given: Any, **named: Any) -> tuple[asyncio.Transport, ResponseStream]:
+            transport, stream = await connect(*given, **named)
+            await stream.ended
+            return transport, stream
+
+        monkeypatch.setattr(running, "create_connection", late)
+        async with await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", 0) as server:
+            port = server.sockets[0].getsockname()[1]
+            with pytest.raises(Lost):
+                await call(f"http://127.0.0.1:{port}", "GET", "/", None, timeout_s=10)
+
+    with asyncio.Runner(loop_factory=loop) as runner:
+        runner.run(main())
 
 
 def test_a_switch_to_another_protocol_is_a_failed_call() -> None:

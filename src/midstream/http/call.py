@@ -286,10 +286,11 @@ async def _connect(
         transport, _ = await asyncio.get_running_loop().create_connection(
             lambda: stream, parts.hostname or "", port, ssl=secure
         )
-        # It may have ended already.
+        sock = transport.get_extra_info("socket")
+        # It may have ended already. uvloop has no socket then.
         with contextlib.suppress(OSError):
-            for option in PROBED:
-                transport.get_extra_info("socket").setsockopt(*option)
+            for option in () if sock is None else PROBED:
+                sock.setsockopt(*option)
 
 
 @asynccontextmanager
