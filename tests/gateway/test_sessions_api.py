@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from gateway_harness import Stage, get, post
+from gateway_harness import Handler, Message, Peer, Stage, get, post
 from reports import replica_report
 from session_holders import Holder, all_usable, gateway, holders, home, until, until_known, where
 
-from midstream.replica.sessions import Sessions
+from midstream.replica.sessions import Sessions, stamp_of
 
 ALICE, BOB = "authorization: Bearer alice\r\n", "x-api-key: bob\r\n"
 
@@ -109,6 +110,50 @@ async def test_a_session_that_moved_is_closed_wherever_it_was() -> None:
         assert (status, sorted(shown["replicas"])) == (200, sorted(homes))
         assert [len(holder.sessions) for holder in made] == [0] * 4
         assert sum(asked_to_close(made)) == 3
+
+
+async def test_a_session_is_closed_where_a_turn_of_it_failed_once_it_was_let_in() -> None:
+    """The gateway takes it for not begun there. The replica holds it all the same."""
+    async with holders(3) as made, gateway(made) as stage:
+        await all_usable(stage)
+        failed: list[Holder] = []
+
+        def fails(holder: Holder) -> Handler:
+            serves = holder.mock.handler
+
+            async def handler(request: Message, peer: Peer) -> None:
+                if failed or "completions" not in request.start:
+                    await serves(request, peer)
+                    return
+                failed.append(holder)
+                with holder.sessions.turn(("", "s"), stamp_of(request.headers)):
+                    await until(lambda: home(stage, "s") == holder.name)
+                peer.respond(b"{}", "503 Service Unavailable")
+
+            return handler
+
+        for holder in made:
+            holder.mock.handler = fails(holder)
+        went, _ = await where(stage, "s")
+        assert went != failed[0].name
+        status, shown = await ask(stage, "/v1/sessions/s", method="DELETE")
+        assert (status, sorted(shown["replicas"])) == (200, sorted({went, failed[0].name}))
+        assert [len(holder.sessions) for holder in made] == [0] * 3
+
+
+async def test_a_replica_whose_event_stream_is_broken_is_asked_to_close_a_session() -> None:
+    """Its last report stays for a while. What another gateway brought there meanwhile is in none."""
+    async with holders(2) as made, gateway(made) as stage:
+        await all_usable(stage)
+        first, _ = await where(stage, "s")
+        away = next(holder for holder in made if holder.name != first)
+        away.speaks.clear()
+        away.mock.peers[0].abort()
+        await until(lambda: sum("/replica/events" in request.start for request in away.mock.requests) == 2)
+        with away.sessions.turn(("", "s"), round(time.time() * 2000)):
+            pass
+        _, shown = await ask(stage, "/v1/sessions/s", method="DELETE")
+        assert (shown["replicas"], len(away.sessions)) == ([holder.name for holder in made], 0)
 
 
 async def test_all_are_asked_to_close_a_session_if_its_home_does_not_know_it() -> None:

@@ -237,7 +237,7 @@ def _holding(deployment: Deployment, session: Session) -> tuple[list[ReplicaView
         replica = view.replica
         # What an unheard one holds is not known.
         renewed = now - replica.renewed_at < RENEWED_S
-        may = view.name in holders or replica.heard is None or renewed
+        may = view.name in holders or not deployment.replicas.facts.hears(replica) or renewed
         (some if may else others).append(view)
     return some, others
 

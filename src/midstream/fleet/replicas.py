@@ -228,6 +228,11 @@ class DeploymentReplicas:
         """Those that are there: members, and those that finish what they have."""
         return (*self.members, *self.leaving)
 
+    def hears(self, replica: KnownReplica) -> bool:
+        """Whether all that it reports is known now."""
+        subscription = self._subscriptions.get(replica)
+        return replica.heard is not None and subscription is not None and subscription.doubt is None
+
     async def send_desired(self, replica: KnownReplica, desired: Desired) -> None:
         """Tell a replica what to serve. Raises ReplicaUnavailable when it did not take it."""
         await self.post(replica, "/replica/desired", msgspec.json.encode(desired), 202)

@@ -264,7 +264,11 @@ class SessionTable:
         """The placing of this stamp on `replica` came to nothing. If the session moved, it lives on where it came from, unless
         `replica` has answered a later turn, and is there: no other replica knows that turn."""
         stays = came_from and self.moved.get(session) != stamp
-        if ((not stays and self.forget(session, replica, stamp)) or self.home(session) is None) and came_from:
+        left = not stays and self.forget(session, replica, stamp)
+        if left:
+            # It may have let the turn in before it failed.
+            self._holds_too(session, replica)
+        if (left or self.home(session) is None) and came_from:
             self.settle(session, came_from)
 
     def answered(self, session: Session | None, replica: str, stamp: int | None) -> None:
