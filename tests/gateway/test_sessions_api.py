@@ -141,6 +141,30 @@ async def test_a_session_is_closed_where_a_turn_of_it_failed_once_it_was_let_in(
         assert [len(holder.sessions) for holder in made] == [0] * 3
 
 
+async def test_a_replica_that_did_not_answer_is_asked_again_when_a_session_of_that_key_is_closed() -> None:
+    async with holders(3) as made, gateway(made) as stage:
+        await all_usable(stage)
+        first, _ = await where(stage, "s")
+        at = next(holder for holder in made if holder.name == first)
+        serves, deaf = at.mock.handler, [True]
+
+        async def handler(request: Message, peer: Peer) -> None:
+            if deaf and "/replica/sessions/close" in request.start:
+                peer.abort()
+            else:
+                await serves(request, peer)
+
+        at.mock.handler = handler
+        next(view for view in stage.views if view.name == first).admitted = False
+        second, _ = await where(stage, "s")
+        _, shown = await ask(stage, "/v1/sessions/s", method="DELETE")
+        assert (shown["replicas"], shown["unreachable"]) == ([second], [first])
+        deaf.clear()
+        assert (await where(stage, "s"))[1] == "new"
+        await ask(stage, "/v1/sessions/s", method="DELETE")
+        assert [len(holder.sessions) for holder in made] == [0] * 3
+
+
 async def test_a_replica_whose_event_stream_is_broken_is_asked_to_close_a_session() -> None:
     """Its last report stays for a while. What another gateway brought there meanwhile is in none."""
     async with holders(2) as made, gateway(made) as stage:

@@ -201,7 +201,7 @@ class SessionsApi:
         if not closed and others:
             more, still = await _close(deployment, session, others)
             closed, silent = closed + more, silent + still
-        known = deployment.sessions.over(session)
+        known = deployment.sessions.over(session, silent)
         if not closed and not known:
             raise self._not_there(session, silent)
         return answers.SessionDeleted(session[1], "session", True, closed, silent)

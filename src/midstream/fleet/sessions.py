@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import lru_cache
 
 import msgspec
@@ -245,9 +245,11 @@ class SessionTable:
                 del self._beside[session]
         self.forget(session, replica)
 
-    def over(self, session: Session) -> bool:
-        """It is over everywhere. Whether it had a home."""
-        self._beside.pop(session, None)
+    def over(self, session: Session, silent: Collection[str]) -> bool:
+        """It is over everywhere but on these, where they held it. Whether it had a home."""
+        held = {self.home(session), *self._beside.pop(session, ())}
+        for replica in held.intersection(silent):
+            self._holds_too(session, replica)
         return self.forget(session)
 
     def forget(self, session: Session, replica: str | None = None, stamp: int | None = None) -> bool:
