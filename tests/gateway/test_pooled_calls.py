@@ -185,11 +185,27 @@ async def test_a_call_is_for_the_boot_that_reported_last_and_says_so() -> None:
         await stage.call()
         stage.known.hear(replica_report(boot="b1"))
         await stage.call()
+        # Who answers there now may be a replica of another deployment.
+        stage.known.hear(None)
+        await stage.call()
         stage.known.hear(replica_report(boot="b2\r\nx-other: 1"))
         await stage.call()
         heads = [request.headers for request in stage.mock.requests if request.start.startswith("POST")]
-        assert [head.get("x-midstream-boot") for head in heads] == [None, "b1", None]
+        assert [head.get("x-midstream-boot") for head in heads] == [None, "b1", "b1", None]
         assert not any("x-other" in head for head in heads)
+
+
+async def test_a_replica_that_is_gone_is_not_called() -> None:
+    """Its address may be that of another replica by now, which would take the call for its own."""
+    async with called(calls_to(respond_ok)) as stage:
+        await listening(stage)
+        gone = stage.known
+        stage.replicas.set_members([])
+        with pytest.raises(ReplicaUnavailable, match="gone"):
+            await stage.replicas.post(gone, "/replica/hint", b"{}", 200)
+        # What a trainer's group has there is still ended. Orders name their boot.
+        await stage.replicas.post(gone, TRANSFER_PATH, b"order", 200)
+        assert bodies(stage.mock) == [b"order"]
 
 
 async def ended(peer: Peer) -> None:

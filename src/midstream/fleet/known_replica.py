@@ -31,16 +31,17 @@ class KnownReplica:
     index: its place among the members now: an order to show them in, not a key. name: unique in the whole gateway.
     heard: its last report; None: unreachable. in_flight: requests this gateway has on it now. weight: its part of new work.
     suspended: it fails requests, though it is heard. trajectories: what its turns were like. own: started by our supervisor.
-    table: where it is listed with its load, at `place`. noted: as in loads.py. renewed_at: when it reported another boot than
-    before, in monotonic seconds. The turns of sessions outlive an engine, and no boot but the one that had them says so.
+    table: where it is listed with its load, at `place`. noted: as in loads.py. boot: that it reported last; "": none.
+    renewed_at: when that was another one than before, in monotonic seconds. The turns of sessions outlive an engine, and no
+    boot but the one that had them says so.
     """
 
     __slots__ = (
-        "_boot",
         "_in_flight",
         "_on_report",
         "_policies",
         "_reported",
+        "boot",
         "failures",
         "heard",
         "index",
@@ -93,7 +94,7 @@ class KnownReplica:
         self.failures = 0
         self.trajectories: Trajectories | None = None
         self.heard: ReplicaReport | None = None
-        self.renewed_at, self._boot = -math.inf, ""
+        self.renewed_at, self.boot = -math.inf, ""
         # How many policies it holds at once, as it last said.
         self.policies_max: int | None = None
         # Policies that could be loaded beside those that are, and those that could make way.
@@ -131,9 +132,9 @@ class KnownReplica:
         held, policies = self._policies, () if report is None else report.policies
         self._policies = {_key(one): one for one in policies}
         if report is not None:
-            if self._boot not in ("", report.boot):
+            if self.boot not in ("", report.boot):
                 self.renewed_at = time.monotonic()
-            self._boot = report.boot
+            self.boot = report.boot
             self.last_words = ""
             self.policies_max = report.policies_max
         others = [one for one in policies if one.policy]

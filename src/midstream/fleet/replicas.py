@@ -266,12 +266,13 @@ class DeploymentReplicas:
     ) -> HttpAnswer:
         """Raises CallFailed."""
         timeout_s = self._call_timeout_s if timeout_s is None else timeout_s
-        subscription = self._subscriptions.get(replica)
-        if path == TRANSFER_PATH or subscription is None:
+        if path == TRANSFER_PATH:
             # An order takes long, must not come twice, and says itself which boot it is for.
             tls = tls_for(replica.url, self._tls_ca)
             return await call(replica.url, method, path, body, timeout_s, self._header, tls=tls)
-        headers = self._header + boot_header(replica.heard)
+        if (subscription := self._subscriptions.get(replica)) is None:
+            raise CallFailed("it is gone, and its address may be another's")
+        headers = self._header + boot_header(replica.boot)
         return await pooled_call(subscription.calls, replica.url, method, path, body, timeout_s, headers)
 
     async def send_hint(self, replica: KnownReplica, hint: Hint) -> bool:

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from midstream.core.headers import HEADER_BOOT, HEADER_TOKEN
-from midstream.core.reports import ReplicaReport
 from midstream.http.call import ResponseStream
 from midstream.http.upstream import UpstreamPool
 
@@ -56,9 +55,8 @@ class Lines:
                 self.count += 1
 
 
-def boot_header(report: ReplicaReport | None) -> str:
-    """The header line by which a call is for the process that made the report; "" if that is not known."""
-    boot = "" if report is None else report.boot
+def boot_header(boot: str) -> str:
+    """The header line by which a call is for the process of the boot; "" if that is not known."""
     return f"{HEADER_BOOT}: {boot}\r\n" if boot.isascii() and boot.isprintable() and boot else ""
 
 
