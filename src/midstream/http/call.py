@@ -286,10 +286,9 @@ async def _connect(
         transport, _ = await asyncio.get_running_loop().create_connection(
             lambda: stream, parts.hostname or "", port, ssl=secure
         )
-        sock = transport.get_extra_info("socket")
         # It may have ended already. uvloop has no socket then.
         with contextlib.suppress(OSError):
-            for option in () if sock is None else PROBED:
+            for option in PROBED if (sock := transport.get_extra_info("socket")) else ():
                 sock.setsockopt(*option)
 
 
