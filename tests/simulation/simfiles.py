@@ -35,6 +35,8 @@ LOOK_S = 1.0
 LOOKS_EVERY = 2
 #: A put that is repeated comes again within so many seconds.
 AGAIN_S = 8.0
+#: A replica looks at the bucket at least as often, whatever the weather.
+LOOKS_S = 60.0
 #: Files that a list has at a time.
 BATCH = 8
 
@@ -73,8 +75,10 @@ class RecordBucket:
         self.objects: dict[str, Kept] = {}
         #: Until when a file has to stay, by its path, as a client asked for it.
         self.stays: dict[str, float] = {}
-        #: When a call failed last, and when there was no room last.
+        #: When a call failed last, and when a replica could last think that there was no room.
         self.failed_at = self.full_at = -math.inf
+        # When bytes went, or were put again. A replica that has not looked since counts them beside what is there.
+        self._more: list[tuple[float, int]] = []
         #: Paths of files that went when they might.
         self.gone: set[str] = set()
         #: Is called when a put is there that waits for it, with the process whose put it is.
@@ -130,6 +134,8 @@ class RecordBucket:
             struck(PROCESS.get())
 
     def place(self, url: str, data: bytes) -> None:
+        if url in self.objects:
+            self._more.append((self.now, len(data)))
         self.objects[url] = Kept(data, self.now)
         self.note_size()
 
@@ -143,6 +149,7 @@ class RecordBucket:
         kept = self.objects.pop(url, None)
         if kept is None:
             return
+        self._more.append((self.now, len(kept.data)))
         path = url.removeprefix(f"{RECORDS}/")
         self.gone.add(path)
         until = self.stays.get(path, 0.0)
@@ -153,7 +160,8 @@ class RecordBucket:
 
     def note_size(self) -> None:
         """To be called before it becomes smaller."""
-        if self.size >= self.bytes_max:
+        more = sum(size for at, size in self._more if at > self.now - LOOKS_S)
+        if self.size + more >= self.bytes_max:
             self.full_at = self.now
 
     def delivered(self, data: bytes) -> bytes:

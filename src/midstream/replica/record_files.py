@@ -30,6 +30,7 @@ from midstream.core.errors import RecordsNotStored, SnapshotError
 from midstream.core.record_files import is_file_name, path_of
 from midstream.core.references import FORMAT, RecordReference, ReferencedRows, SharedFile
 from midstream.core.reports import RecordFilesStats
+from midstream.replica.held_bytes import HeldBytes
 from midstream.replica.shared_rows import WrittenRows
 from midstream.snapshots.store.objects import (
     CLOCK,
@@ -99,8 +100,7 @@ class RecordFiles:
         #: Guards the numbers.
         self._lock = threading.Lock()
         self._written = self._failed = self._expired = 0
-        #: Of this process since its start, and of all as the last look saw them.
-        self._written_bytes = self._held_bytes = 0
+        self._held = HeldBytes()
         self._is_full = False
         #: How far the bucket's clock is behind ours, as it was last asked; None: it never was.
         self._behind: float | None = None
@@ -126,13 +126,12 @@ class RecordFiles:
                 written=self._written,
                 failed=self._failed,
                 expired=self._expired,
-                held_bytes=self._held_bytes,
+                held_bytes=self._held.total,
             )
 
     def check(self) -> None:
         """Before anything is generated. Raises RecordsNotStored for want of room."""
-        with self._lock:
-            held = self._held_bytes
+        held = self._held.total
         if held >= self._bytes_max:
             raise RecordsNotStored(self._full(held), param=PARAM, retry_after_s=int(SWEEP_S))
 
@@ -155,7 +154,7 @@ class RecordFiles:
             digest = hashlib.sha256(encoded.data).hexdigest()
             path = path_of(self._deployment, digest)
             began = self._monotonic()
-            put_bytes(self._url, path.rpartition("/")[2], encoded.data)
+            self._write(path.rpartition("/")[2], encoded.data)
         except (SnapshotError, RecordsNotStored) as error:
             now = self._monotonic()
             with self._lock:
@@ -167,11 +166,19 @@ class RecordFiles:
             raise RecordsNotStored(message, param=PARAM) from error
         with self._lock:
             self._written += 1
-            self._written_bytes += size
-            self._held_bytes += size
         return RecordReference(
             format=FORMAT, file=path, sha256=digest, bytes=size, rows=encoded.rows, choices=encoded.choices
         )
+
+    def _write(self, name: str, data: bytes) -> None:
+        """Raises SnapshotError."""
+        size = None
+        self._held.begin(name)
+        try:
+            put_bytes(self._url, name, data)
+            size = len(data)
+        finally:
+            self._held.end(name, size)
 
     def _full(self, held: int) -> str:
         return (
@@ -206,13 +213,13 @@ class RecordFiles:
 
     def sweep(self) -> None:
         """Removes what is too old, and counts the rest. Raises SnapshotError."""
-        with self._lock:
-            written_before = self._written_bytes
+        self._held.begin_listing()
         held, old, failed = 0, list[FileSeen](), None
         for one in files_seen(self._url):
             if not _is_own(one):
                 continue
             held += one.size
+            self._held.listed(one.path)
             try:
                 # Once the bucket has refused to say its time, the other files are counted only.
                 if failed is None and self._is_old(one):
@@ -224,13 +231,11 @@ class RecordFiles:
                 raise failed
             held -= self._remove(old) if old else 0
         finally:
-            self._hold(held, written_before)
+            self._hold(held)
 
-    def _hold(self, held: int, written_before: int) -> None:
-        """held: bytes of all files that a listing had. written_before: bytes that were written here until it began."""
-        with self._lock:
-            # What was written since may not be in it.
-            self._held_bytes = held + self._written_bytes - written_before
+    def _hold(self, held: int) -> None:
+        """held: bytes of all files that a listing had, and that were not removed."""
+        self._held.end_listing(held)
         is_full = held >= self._bytes_max
         if is_full and not self._is_full:
             log.error("no more record files are written: %s", self._full(held))
