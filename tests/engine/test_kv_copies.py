@@ -367,3 +367,21 @@ def test_engines_that_differ_say_so(tiny_model: Callable[..., Path]) -> None:
         kind(tiny_model(), block_size=8),
     ]
     assert len({usual, *others}) == 5
+
+
+def test_a_history_that_gives_way_to_itself_is_no_claim_on_the_second_tier(
+    tiny_model: Callable[..., Path],
+) -> None:
+    """A stream leaves room for half of it. A claim on what has gone to the second tier would end the engine later."""
+    old = EngineCore(tiny_model(), EngineSettings())
+    new = EngineCore(tiny_model(), EngineSettings(kv_cache_tokens=112, kv_offload_memory="64MiB"))
+    run(old, [asked("first", PROMPT)])
+    new.add(asked("stream", PROMPT[::-1][:60], max_tokens=20))
+    new.step()
+    assert travels(old, new, PROMPT, most=6) == 6
+    while not new.idle:
+        new.step()
+    stays, moves = (run(core, [asked("again", PROMPT)])["again", 0] for core in (old, new))
+    assert (moves.cached, moves.tokens) == (96, stays.tokens)
+    new.scheduler.end_session("s")
+    new.check()

@@ -112,6 +112,8 @@ class CoreCopies:
                 block = self._scheduler.allocate()
             except OutOfBlocks:
                 break
+            # It may have given way to itself.
+            claims = claims and not (path and self._pool.offloaded(path[-1]))
             try:
                 self._write(block, number - part.first, part.count, epochs[number], commits, content)
                 prefix = self._pool.index(block, parent, tokens[number], epochs[number])
