@@ -17,7 +17,7 @@ from midstream.engine.embedded.core import EngineCore
 from midstream.engine.embedded.scheduler import URGENT_TOKENS
 
 # Four whole blocks.
-PROMPT = [random.Random(3).randrange(256) for _ in range(64)]
+PROMPT = random.Random(3).choices(range(256), k=64)
 
 
 def asked(

@@ -15,7 +15,7 @@ from midstream.core.types import GenerateRequest
 from midstream.engine.embedded.core import EngineCore
 
 # Six whole blocks and a piece.
-PROMPT = [random.Random(5).randrange(256) for _ in range(100)]
+PROMPT = random.Random(5).choices(range(256), k=100)
 Spans = list[tuple[str, int, int]]
 
 

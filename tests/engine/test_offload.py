@@ -355,7 +355,7 @@ def test_a_restored_block_of_another_snapshot_is_found_by_the_engines_own_check(
 ) -> None:
     """The fault is planted: what is copied back is another block than the one that the tree names."""
     core = EngineCore(tiny_model(), EngineSettings(kv_cache_tokens=160, kv_offload_memory="1MiB"))
-    prompts = [[random.Random(n).randrange(VOCABULARY) for _ in range(100)] for n in range(3)]
+    prompts = [random.Random(n).choices(range(VOCABULARY), k=100) for n in range(3)]
     run(core, [asked("base", prompts[0])])
     core.set_staged(core.stage(tiny_model(seed=1)))
     core.commit("s1")
@@ -371,7 +371,7 @@ def test_a_restored_block_of_another_snapshot_is_found_by_the_engines_own_check(
 def test_an_engine_process_keeps_what_it_evicts_in_a_file_and_copies_it_back(
     tmp_path: Path, tiny_model: Callable[..., Path]
 ) -> None:
-    prompts = [[random.Random(n).randrange(VOCABULARY) for _ in range(100)] for n in range(3)]
+    prompts = [random.Random(n).choices(range(VOCABULARY), k=100) for n in range(3)]
 
     async def says(engine: EmbeddedEngine, name: str, prompt: list[int]) -> Any:
         events = [event async for event in engine.generate(asked(name, prompt))]
