@@ -15,7 +15,6 @@ from test_travelling_turns import homes
 
 from midstream.core.headers import HEADER_BOOT, HEADER_MOVED, HEADER_PLACED, HEADER_SESSION, HEADER_TENANT
 from midstream.core.price import Moved
-from midstream.core.types import Stage
 from midstream.engine.base import EngineDied
 from midstream.engine.kv_copies import KvCopies, KvForm, KvPiece, KvPlace, KvRefused
 from midstream.http.call import CallFailed
@@ -169,8 +168,8 @@ UNLIKE: dict[str, Callable[[Running, Running], Any]] = {
     "the session stays with an older namespace": older_namespace,
     "the session was closed": lambda old, new: old.replica.close_session(("t", "s")),
     "another model": other_model,
-    "weights that are not proved": lambda old, new: setattr(
-        old.replica.own.driver.machine, "stage", Stage.CHECKING
+    "weights whose check another target ended": lambda old, new: setattr(
+        old.replica.own.driver.machine, "checked", False
     ),
     "weights that failed their check": lambda old, new: setattr(
         old.replica.own.driver.machine, "sound", False
@@ -389,6 +388,29 @@ async def test_what_comes_after_a_reset_or_a_switch_here_is_not_taken(tmp_path: 
             "reset": lambda: new.replica.reset_cache("r"),
             "switch": lambda: new.replica.own.namespaces.commit("none", None, "1"),
             "closed": lambda: new.replica.close_session(("t", "s")),
+        }
+
+        def meanwhile() -> None:
+            if len(before.asked) == 3:
+                happens[what]()
+
+        before.before_giving = meanwhile
+        await ask(new, old.url)
+        assert came(new) == 3
+
+
+@pytest.mark.usefixtures("small_pieces")
+@pytest.mark.parametrize("what", ["reset", "switch", "not proved"])
+async def test_what_was_read_while_the_old_home_changed_is_not_given(tmp_path: Path, what: str) -> None:
+    """Its engine may have switched before it read, and computed some of it with weights that nobody has checked."""
+    async with homes(tmp_path, Caching(), Caching()) as (old, new):
+        await lives(old)
+        slow(new)
+        before = copies_of(old)
+        happens: dict[str, Hook] = {
+            "reset": lambda: old.replica.reset_cache("r"),
+            "switch": lambda: old.replica.own.namespaces.commit("none", None, "1"),
+            "not proved": lambda: setattr(old.replica.own.driver.machine, "checked", False),
         }
 
         def meanwhile() -> None:

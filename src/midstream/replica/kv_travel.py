@@ -239,7 +239,10 @@ class KvTravel:
                 most = min(asked.most, max(1, PIECE_BYTES // asked.form.block_bytes))
                 place = KvPlace(here.salt, here.policy, asked.tokens)
                 try:
-                    part, content = await here.copies.give(place, asked.first, most, age_max)
+                    given = await here.copies.give(place, asked.first, most, age_max)
+                    if find(asked) != here:
+                        raise KvRefused("the cache was reset, or other weights serve")
+                    part, content = given
                 except (KvRefused, EngineDied) as error:
                     log.info("no KV was given: %s", error)
             head = msgspec.msgpack.encode(KvAnswer(part=part, prefill_tokens_s=prefill_tokens_s))

@@ -203,7 +203,7 @@ class ServedPolicy:
             files_of=self.driver.meanings.files,
             on_engine_death=lambda reason: parts.died(boot, reason),
             policy=self.key,
-            proved=lambda: self.driver.machine.sound and self.driver.machine.stage is not Stage.CHECKING,
+            proved=lambda: self.driver.machine.sound and self.driver.machine.checked,
         )
 
     async def prove_base(self, info: ModelInfo) -> None:
