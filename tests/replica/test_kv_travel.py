@@ -19,6 +19,7 @@ from midstream.engine.base import EngineDied
 from midstream.engine.kv_copies import KvCopies, KvForm, KvPiece, KvPlace, KvRefused
 from midstream.http.call import CallFailed
 from midstream.replica import kv_travel
+from midstream.replica.gate import Door
 from midstream.replica.kv_travel import PATH_KV, SHARE, opened, sealed
 
 BLOCK, BLOCK_BYTES = 4, 64
@@ -461,3 +462,28 @@ async def test_a_client_that_leaves_leaves_nothing_behind(tmp_path: Path) -> Non
         assert new.replica.travel._taking._value == kv_travel.TAKING_MAX
         await old.until(lambda: old.replica.travel._giving._value == kv_travel.GIVING_MAX)
         assert new.engine.requests == []
+
+
+@pytest.mark.parametrize("what", ["aborted", "its gate is down"])
+async def test_a_turn_that_is_over_waits_for_no_kv(tmp_path: Path, what: str) -> None:
+    """The old home is silent, and computing takes so long that a minute of waiting seems worth it."""
+    async with homes(tmp_path, Caching(), Caching()) as (old, new):
+        await lives(old)
+        slow(new, tokens_s=1e-3)
+        before = copies_of(old)
+        before.gives.clear()
+        before.asking.clear()
+        headers = {HEADER_BOOT: new.replica.boot, HEADER_SESSION: "s", HEADER_TENANT: "t", HEADER_PLACED: "2000"}
+        headers[HEADER_MOVED] = msgspec.json.encode(Moved(url=old.url)).decode()
+        body = {"model": MODEL, "prompt": TEXT, "max_tokens": 2}
+        asked = asyncio.create_task(new.http.post("/v1/completions", json=body, headers=headers))
+        await before.asking.wait()
+        if what == "aborted":
+            assert (await new.http.post("/replica/abort", content=b"null")).json() == {"aborted": 1}
+            answer = await asked
+            assert answer.json()["choices"][0]["finish_reason"] == "abort"
+        else:
+            new.replica.own.gate.set(Door.DOWN)
+            assert (await asked).status_code == 503
+        assert new.replica.travel._taking._value == kv_travel.TAKING_MAX
+        before.gives.set()

@@ -94,6 +94,8 @@ class KvTravel:
         self._key = b""
         self._taking = asyncio.Semaphore(TAKING_MAX)
         self._giving = asyncio.Semaphore(GIVING_MAX)
+        # What each turn that asks has as its bound.
+        self._asking: dict[asyncio.Timeout, KvTurn] = {}
         #: Tokens per second of what was asked for, later ones weighing more; 0: not known.
         self.tokens_s = 0.0
         self._refused = 0
@@ -136,8 +138,13 @@ class KvTravel:
         own = (session_name(session), budget.account.silent_s(), rate)
         pull = _Pull(whose, moved.url, here, look, *own, began=asyncio.get_running_loop().time())
         try:
-            async with asyncio.timeout(limit_s) as timer, self._taking:
-                await self._pull(pull, timer)
+            async with asyncio.timeout(limit_s) as timer:
+                self._asking[timer] = turn
+                try:
+                    async with self._taking:
+                        await self._pull(pull, timer, turn.over)
+                finally:
+                    del self._asking[timer]
         except (TimeoutError, CallFailed, KvRefused, EngineDied, ValueError) as error:
             log.info("KV of a session that moved here stayed at %s: %s", moved.url, error or repr(error))
         took_s = asyncio.get_running_loop().time() - pull.asking
@@ -145,13 +152,19 @@ class KvTravel:
             measured = pull.came * size / took_s
             self.tokens_s = (self.tokens_s + measured) / 2 if self.tokens_s else measured
 
+    def wake(self) -> None:
+        """A turn that is over asks for nothing more."""
+        for timer, turn in self._asking.items():
+            if turn.over() and not timer.expired():
+                timer.reschedule(0.0)
+
     def _too_slow(self, tokens: int, limit_s: float) -> bool:
         if not self.tokens_s or tokens / self.tokens_s <= limit_s:
             return False
         self._refused += 1
         return self._refused % RETRY != 0
 
-    async def _pull(self, pull: _Pull, timer: asyncio.Timeout) -> None:
+    async def _pull(self, pull: _Pull, timer: asyncio.Timeout, over: Callable[[], bool]) -> None:
         """Raises CallFailed, KvRefused, EngineDied, ValueError."""
         form = pull.asked.form
         # Others came before.
@@ -163,7 +176,7 @@ class KvTravel:
         here = await self._take(pull, answer.part, b"")
         rate = pull.prefill_tokens_s or answer.prefill_tokens_s
         limit_s = min(MOST_S, SHARE * (there - here) * form.block_tokens / rate) if rate > 0 else 0.0
-        if limit_s < LEAST_S:
+        if limit_s < LEAST_S or over():
             return
         timer.reschedule(pull.began + limit_s)
         pull.missing = there - here

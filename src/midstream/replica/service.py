@@ -154,7 +154,7 @@ class Service(Surroundings):
 
     def __post_init__(self) -> None:
         self._reader = PromptReader(self.text, self.info, self.kept.jobs)
-        self.gate.on_move = self.kept.budget.wake
+        self.gate.on_move = self._wake
         #: The names of the model that ask for no snapshot.
         self._plain_names = {name for name in self.names.accepted() if "@" not in name and "#" not in name}
         #: There are requests that the engine cannot serve, by its card.
@@ -168,9 +168,14 @@ class Service(Surroundings):
         Returns of how many requests."""
         ended = [one.end(ids) for one in tuple(self.called) if held or not one.held]
         if held:
-            self.kept.budget.wake()
+            self._wake()
             self.gate.wake()
         return sum(ended)
+
+    def _wake(self) -> None:
+        """What waits before the gate asks again whether it still does."""
+        self.kept.budget.wake()
+        self.kept.travel.wake()
 
     @asynccontextmanager
     async def admitted(
