@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 from array import array
 from collections.abc import Callable, Iterator, Sequence
@@ -105,6 +106,21 @@ async def test_the_engine_opens_no_file_but_the_one_that_was_meant(tmp_path: Pat
         mapped(replace(meant[0], number=journal.fileno()))
     with pytest.raises(KvRefused):
         mapped(m.KvFile(process=2**22, number=1, device=0, inode=0, size=1, tokens=0))
+
+
+async def test_a_replica_that_has_no_file_number_left_takes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its turn is computed. Any other error would end it."""
+
+    async def call(build: Callable[[int], m.Command]) -> m.CallDone:
+        raise AssertionError("there is no file")
+
+    def none_left(*given: object) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(os, "memfd_create", none_left)
+    copies = EmbeddedCopies(KvForm(kind="", block_tokens=16, block_bytes=64), call)
+    with pytest.raises(KvRefused, match="Too many"):
+        await copies.take(PLACE, KvPiece(), b"content", "s", 1.0)
 
 
 class Steps(Played):

@@ -87,7 +87,10 @@ class EmbeddedCopies(KvCopies):
         command: Callable[[int, m.KvFile], m.Command],
         left: asyncio.Event,
     ) -> tuple[m.CallDone, bytes]:
-        number = os.memfd_create("midstream-kv", os.MFD_CLOEXEC)
+        try:
+            number = os.memfd_create("midstream-kv", os.MFD_CLOEXEC)
+        except OSError as error:
+            raise KvRefused(str(error)) from error
         try:
             await finished(_fill, number, tokens, content, room)
             found = os.fstat(number)
