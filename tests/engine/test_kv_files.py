@@ -74,9 +74,11 @@ async def test_two_engine_processes_exchange_kv_and_one_that_dies_leaves_no_file
         assert await new.kv.take(PLACE, part, content, "s", 9.0) == 12
         assert (await first_event(new, PROMPT)).cached_tokens == 192
         assert os.getpid() != old.pid
+        before = old.kv
         await old.close()
+        assert old.kv is None, "questions would wait until the next process has loaded the model"
         with pytest.raises(EngineDied):
-            await old.kv.give(PLACE, 0, 5, None)
+            await before.give(PLACE, 0, 5, None)
     finally:
         await asyncio.gather(old.close(), new.close())
     async with asyncio.timeout(30):

@@ -307,7 +307,7 @@ class EmbeddedEngine(_ProcessSlot, Engine):
         for future in self._calls.values():
             if not future.done():
                 future.set_exception(EngineDied(died))
-        self._stats = EngineStats()
+        self._stats, self.kv = EngineStats(), None
 
     async def _stop(self) -> None:
         """End the child. A closed socket asks it to leave; it is killed if it does not."""
