@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from httpx import Response
 from replica_fakes import MODEL, FakeEngine, Running, ids
 from test_travelling_turns import homes
 
@@ -89,13 +90,17 @@ def came(here: Running) -> int:
     return sum(part.count for _, part in copies_of(here).taken)
 
 
-async def ask(here: Running, moved_from: str = "", **more: Any) -> None:
+async def answered(here: Running, moved_from: str = "", **more: Any) -> Response:
     headers = {HEADER_BOOT: here.replica.boot, HEADER_SESSION: "s", HEADER_TENANT: "t"}
     headers[HEADER_PLACED] = str(2000 if moved_from else 1000)
     if moved_from:
         headers[HEADER_MOVED] = msgspec.json.encode(Moved(url=moved_from)).decode()
     body = {"model": MODEL, "prompt": TEXT, "max_tokens": 2, **more}
-    answer = await here.http.post("/v1/completions", json=body, headers=headers)
+    return await here.http.post("/v1/completions", json=body, headers=headers)
+
+
+async def ask(here: Running, moved_from: str = "", **more: Any) -> None:
+    answer = await answered(here, moved_from, **more)
     assert answer.status_code == 200, answer.text
 
 
@@ -473,10 +478,7 @@ async def test_a_turn_that_is_over_waits_for_no_kv(tmp_path: Path, what: str) ->
         before = copies_of(old)
         before.gives.clear()
         before.asking.clear()
-        headers = {HEADER_BOOT: new.replica.boot, HEADER_SESSION: "s", HEADER_TENANT: "t", HEADER_PLACED: "2000"}
-        headers[HEADER_MOVED] = msgspec.json.encode(Moved(url=old.url)).decode()
-        body = {"model": MODEL, "prompt": TEXT, "max_tokens": 2}
-        asked = asyncio.create_task(new.http.post("/v1/completions", json=body, headers=headers))
+        asked = asyncio.create_task(answered(new, old.url))
         await before.asking.wait()
         if what == "aborted":
             assert (await new.http.post("/replica/abort", content=b"null")).json() == {"aborted": 1}
