@@ -680,7 +680,7 @@ class Pushes:
             return f"receivers are left: {receivers}"
         for process, replica in self._world.replicas:
             if process.alive:
-                root: Path = replica.transfers._source._chains._cache.root
+                root: Path = replica.transfers._chains._cache.root
                 if left := [path.name for path in root.iterdir() if path.name.startswith(TEMPORARY_PREFIX)]:
                     return f"{process} has {left}"
         return self._kept(name)
