@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import AsyncIterator
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,11 @@ from replica_fakes import DEPLOYMENT, MODEL, FakeEngine, Running, record, runnin
 
 from midstream.core.errors import InvalidRequest
 from midstream.core.resumption import HEADER_RESUMABLE
+from midstream.core.session_keys import SESSION_BODY_FIELDS
 from midstream.core.types import GenerateRequest, GenerationEvent, ModelInfo
 from midstream.replica.request.checked import check
 from midstream.replica.request.schema import parse_completion
-from midstream.replica.service import session_of
+from midstream.replica.sessions import session_of
 
 
 async def ask(here: Running, path: str = "/v1/completions", **fields: Any) -> httpx.Response:
@@ -99,7 +101,9 @@ async def test_an_unknown_field_is_named_exactly(tmp_path: Path, name: str) -> N
 )
 def test_an_empty_session_header_names_none_and_alone_it_is_refused_by_name(name: str) -> None:
     unnamed, named = (
-        check(parse_completion(body), ModelInfo(max_model_len=10, vocab_size=10))
+        attrgetter(*SESSION_BODY_FIELDS)(
+            check(parse_completion(body), ModelInfo(max_model_len=10, vocab_size=10))
+        )
         for body in (b'{"model":"m","prompt":"a"}', b'{"model":"m","prompt":"a","user":"u"}')
     )
     with pytest.raises(InvalidRequest) as raised:

@@ -75,13 +75,15 @@ async def stream(here: Running, path: str, body: dict[str, Any]) -> list[str]:
 
 
 def units(text: str) -> list[str]:
-    """What was written at a time: comments and their events; in the end usage, a comment and [DONE]."""
+    """What was written at a time: comments and their events; in the end references, usage, a comment and [DONE]."""
     found: list[str] = []
     ends = False
     for block in text.split("\n\n")[:-1]:
-        if (not ends and (ends := block == ": m end" or '"choices":[]' in block)) or (
-            block.startswith(": m ") and not ends
-        ):
+        if ends:
+            found[-1] += block + "\n\n"
+            continue
+        ends = block == ": m end" or '"choices":[]' in block or '"r3_store_id"' in block
+        if ends or block.startswith(": m "):
             found.append("")
         found[-1] += block + "\n\n"
     assert found[-1].endswith(DONE + "\n\n")

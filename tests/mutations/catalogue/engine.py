@@ -247,7 +247,10 @@ ENGINE = (
         "self._provenance.write(self.runner.written, self.runner.epochs)",
         "self._provenance.write(self.runner.written, np.maximum(self.runner.epochs - 1, 0))",
         "What is told of a stream's KV names the snapshot that computed it.",
-        ("engine/test_core.py::test_a_swap_labels_each_token_with_the_weights_that_made_it",),
+        (
+            "engine/test_core.py::test_a_swap_labels_each_token_with_the_weights_that_made_it",
+            "engine/test_policy_kv_storm.py",
+        ),
     ),
     Mutation(
         "route_of_another_row",
@@ -255,7 +258,7 @@ ENGINE = (
         "packed[row * width : (row + 1) * width]",
         "packed[max(row - 1, 0) * width : max(row, 1) * width]",
         "A token's route is that of the pass that gave its logits.",
-        ("engine/test_core.py",),
+        ("engine/test_core.py", "e2e/test_feature_pairs.py"),
     ),
     Mutation(
         "mask_of_another_row",

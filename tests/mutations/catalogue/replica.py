@@ -160,11 +160,19 @@ REPLICA = (
     ),
     Mutation(
         "room_for_what_sessions_have_now",
-        "replica/kv_account.py",
+        "replica/kv_lengths.py",
         "held + count * end",
         "held",
         "A new session begins when what it will have fits beside what all others will have at the same time.",
         ("replica/test_kv_room.py",),
+    ),
+    Mutation(
+        "kv_travels_between_homes_that_differ",
+        "replica/kv_travel.py",
+        "if here is not None and (here.era, here.copies.form) == (asked.era, asked.form):",
+        "if here is not None and here.copies.form == asked.form:",
+        "KV travels between replicas that switched to the same signal and had the same resets.",
+        ("replica/test_kv_travel.py",),
     ),
     Mutation(
         "a_move_is_not_paid_again",
