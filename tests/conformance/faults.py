@@ -435,12 +435,13 @@ class SaysCached(Fault):
 
 
 class Restless(Fault):
-    """Every request goes to another replica."""
+    """No request finds what those before it left, as if each went to another replica."""
 
     def request(self, path: str, headers: dict[str, str], body: Json) -> Response | None:
         self._turn = getattr(self, "_turn", 0) + 1
         if "completions" in path:
-            headers["x-multi-turn-session-id"] = f"restless-{self._turn}"
+            # Sessions of one prompt share a replica, so another session's key would not do.
+            body["prompt_cache_isolation_key"] = f"restless-{self._turn}"
         return None
 
 
