@@ -622,7 +622,7 @@ FOUND_AT = {
     "losses_end_streams": (2, "a response that is whole without its end"),
     "another_boot_is_as_good": (275, "the base weights serve again"),
     "age_is_ignored": (65, "commits old"),
-    "losses_of_resumed_streams_do_not_count": (23, "engines that went on with it"),
+    "losses_of_resumed_streams_do_not_count": (90, "engines that went on with it"),
     "turns_are_never_over": (0, "nobody asked for anything"),
     "places_leak": (5, "nobody asked for anything"),
     "old_by_the_clock": (119, "the base weights serve again"),
